@@ -1,0 +1,133 @@
+"""The public functions; `plan` is the line from a function to a plan."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard import cost, emit, planning
+from autoshard.hardware import Hardware
+from autoshard.jitted import JittedFunction, PlannedFunction
+from autoshard.meshes import MeshLike
+from autoshard.plan import Plan
+from autoshard.rules import rules_for
+from autoshard.solve import solve
+from autoshard.stages import Stages
+from autoshard.trace import Program, trace
+
+
+def plan(
+    fn: Callable,
+    *args: Any,
+    mesh: MeshLike | None = None,
+    hardware: str | Hardware | None = None,
+    memory_limit_bytes: float | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    time_limit_s: float = 60.0,
+    kwargs: dict[str, Any] | None = None,
+) -> Plan:
+    """Decides how `fn(*args, **kwargs)` is sharded; nothing is allocated, compiled or run.
+
+    Args:
+      args: pytrees of arrays or jax.ShapeDtypeStruct.
+      mesh: a Mesh, an AbstractMesh, dict(data=4, model=2) or "data=4,model=2"; None: the best shape of all local devices.
+      hardware: a preset's name, a Hardware, or None: read from the mesh's devices.
+      memory_limit_bytes: per device; None: the hardware's memory less the runtime's reserve.
+      in_shardings, out_shardings: pins: pytree prefixes of PartitionSpec, None where the planner is free.
+      donate_argnums, static_argnums: as of jax.jit.
+      time_limit_s: a safety net for the solver; plans do not depend on it unless it strikes.
+
+    Raises:
+      MeshError, HardwareError, PinError, ArgumentError: bad input; the message says what was wanted.
+      InfeasibleError: nothing fits; names the smallest limit that would, and the largest values alive at the peak.
+    """
+    options = planning.Options(
+        hardware, memory_limit_bytes, in_shardings, out_shardings, planning.numbers(donate_argnums), (),
+        planning.numbers(static_argnums), time_limit_s,
+    )  # fmt: skip
+    return _planned(fn, args, kwargs or {}, mesh, options).plan
+
+
+def jit(
+    fn: Callable | None = None,
+    *,
+    mesh: MeshLike | None = None,
+    hardware: str | Hardware | None = None,
+    memory_limit_bytes: float | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    time_limit_s: float = 60.0,
+) -> Any:
+    """Like jax.jit, but sharded over `mesh` as planned for the arguments' shapes; a decorator with or without arguments.
+
+    The first call with new shapes traces, plans and compiles; later calls run. Arguments that live elsewhere are moved.
+    `f.plan(*args)` returns the Plan. The other arguments are those of `autoshard.plan`.
+    """
+    if fn is None:
+        given = {k: v for k, v in locals().items() if k != "fn"}
+        return functools.partial(jit, **given)
+    names = planning.names
+
+    def make(fn: Callable, args: tuple, kwargs: dict, static: tuple[int, ...]) -> PlannedFunction:
+        options = planning.Options(
+            hardware, memory_limit_bytes, in_shardings, out_shardings, planning.numbers(donate_argnums),
+            names(donate_argnames), static, time_limit_s,
+        )  # fmt: skip
+        return _planned(fn, args, kwargs, mesh, options).function()
+
+    return JittedFunction(fn, make, planning.numbers(static_argnums) + names(static_argnames))
+
+
+def _planned(
+    fn: Callable, args: tuple, kwargs: dict, mesh: MeshLike | None, options: planning.Options
+) -> planning.Planned:
+    """Plans for one mesh, or for each candidate shape of the local devices, keeping the fastest."""
+    with Stages(f"planning {getattr(fn, '__name__', 'function')}").line() as stages:
+        with stages.stage("trace"):
+            program = trace(
+                fn,
+                args,
+                kwargs,
+                options.static_argnums,
+                options.donate_argnums,
+                options.donate_argnames,
+            )
+        found = [
+            _plan_on(program, fn, candidate, options, stages)
+            for candidate in planning.candidates(mesh)
+        ]
+    return min(found, key=lambda planned: planned.plan.objective_s)
+
+
+def _plan_on(
+    program: Program, fn: Callable, mesh: MeshLike, options: planning.Options, stages: Stages
+) -> planning.Planned:
+    target = planning.target(mesh, options)
+    program, pins = planning.pinned(program, target, options)
+    with stages.stage("rules"):
+        rules = rules_for([op.eqn for op in planning.leaf_ops(program)])
+    with stages.stage("strategies"):
+        strategies = planning.strategies(program, rules, target, pins)
+    with stages.stage("costs"):
+        choices = cost.build(
+            program.graph,
+            strategies,
+            target.topology,
+            program.donated,
+            target.memory_limit_bytes,
+            program.name,
+        )
+    with stages.stage("solve"):
+        solution = solve(choices.problem, time_limit_s=options.time_limit_s)
+        planning.check_solution(choices, solution)
+    with stages.stage("emit"):
+        constraints = emit.constraints(choices, solution.choices)
+        collectives = emit.planned_collectives(choices, solution.choices)
+    plan = planning.assemble(program, target, choices, solution, constraints, collectives, stages)
+    return planning.Planned(plan, fn, program, options.static_argnums)

@@ -1,0 +1,217 @@
+"""A jaxpr and a plan's constraints -> the same computation with `with_sharding_constraint` where the plan says so.
+
+The jaxpr is evaluated again, equation by equation, under the user's source lines. Loops, branches, checkpointed
+regions and custom derivatives are bound again with new bodies, so they stay what they were; plain calls are inlined.
+Paths are those of `autoshard.graph`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+from jax.extend import source_info_util
+from jax.sharding import NamedSharding
+
+from autoshard.graph import read_path
+from autoshard.sharding import Sharding
+from autoshard.trace import CALLS, as_closed, body_params, live_equations
+
+Chain = tuple[Sharding, ...]  # the shardings that a value takes on, one after the other
+
+INLINED = ("jit", "pjit", "closed_call", "core_call")
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraints:
+    """The shardings to emit.
+
+    `operands[path, k]` before operation `path` reads its operand k, `results[path, k]` on its result k; each a chain.
+    """
+
+    operands: Mapping[tuple[str, int], Chain]
+    results: Mapping[tuple[str, int], Chain]
+
+    def __len__(self) -> int:
+        return len(self.operands) + len(self.results)
+
+    def __str__(self) -> str:
+        return f"{len(self.operands)} on operands, {len(self.results)} on results"
+
+
+def constrained(
+    closed: jex.ClosedJaxpr,
+    constraints: Constraints,
+    mesh: jax.sharding.Mesh,
+    carried: Sequence[int | None] = (),
+) -> Callable[..., list[Any]]:
+    """Returns a function of the flat arguments that computes the jaxpr's flat results under the constraints.
+
+    Args:
+      mesh: a mesh whose axes are all Auto, real or of ahead-of-time devices.
+      carried: for each argument, the result that becomes it in the next call, or None.
+    """
+    return lambda *args: _Evaluation(constraints, mesh).program(closed, args, carried)
+
+
+class _Evaluation:
+    def __init__(self, constraints: Constraints, mesh: jax.sharding.Mesh):
+        self.constraints, self.mesh = constraints, mesh
+
+    def program(self, closed: jex.ClosedJaxpr, args: Sequence[Any], carried) -> list[Any]:
+        args = [self.produced(x, f"in{i}", 0) for i, x in enumerate(args)]
+        outs = self.body(closed, args, "")
+        borders = {k: f"in{i}" for i, k in enumerate(carried) if k is not None}
+        return [self.operand(x, borders.get(k, f"out{k}"), 0) for k, x in enumerate(outs)]
+
+    def pin(self, x: Any, chain: Chain) -> Any:
+        for sharding in chain:
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.to_spec()))
+        return x
+
+    def operand(self, x: Any, path: str, k: int) -> Any:
+        return self.pin(x, self.constraints.operands.get((path, k), ()))
+
+    def produced(self, x: Any, path: str, k: int) -> Any:
+        """Constrains a result, then brings it into the form that its readers share."""
+        x = self.pin(x, self.constraints.results.get((path, k), ()))
+        return self.operand(x, read_path(path, k), 0)
+
+    def body(self, closed: Any, args: Sequence[Any], prefix: str) -> list[Any]:
+        closed = as_closed(closed)
+        jaxpr, env = closed.jaxpr, {}
+
+        def read(v):
+            return v.val if isinstance(v, jex.Literal) else env[v]
+
+        env.update(zip(jaxpr.constvars, closed.consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for i in live_equations(jaxpr):
+            eqn = jaxpr.eqns[i]
+            stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+            context = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+            with context, eqn.ctx.manager:
+                outs = self.equation(eqn, [read(v) for v in eqn.invars], f"{prefix}{i}")
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: jex.JaxprEqn, args: list[Any], path: str) -> list[Any]:
+        nested = _NESTED.get(eqn.primitive.name)
+        if nested is not None:
+            return nested(self, eqn, args, path)
+        args = [self.operand(x, path, k) for k, x in enumerate(args)]
+        outs = _bind(eqn, args, eqn.params)
+        return [self.produced(x, path, k) for k, x in enumerate(outs)]
+
+    def call(self, eqn: jex.JaxprEqn, args: list[Any], path: str) -> list[Any]:
+        (name,) = body_params(eqn)
+        closed = eqn.params[name]
+        if eqn.primitive.name in INLINED:
+            return self.body(closed, args, f"{path}/")
+        new = _retrace(lambda *xs: self.body(closed, xs, f"{path}/"), as_closed(closed), closed)
+        return _bind(eqn, args, {**eqn.params, name: new})
+
+    def scan(self, eqn: jex.JaxprEqn, args: list[Any], path: str) -> list[Any]:
+        closed = eqn.params["jaxpr"]
+        n_const, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        first_x = n_const + n_carry
+        names = [f"{path}.const{k}" for k in range(n_const)]
+        names += [f"{path}.carry{k}" for k in range(n_carry)]
+        names += [f"{path}.xs{k}" for k in range(len(args) - first_x)]
+        args = [self.operand(x, name, 0) for x, name in zip(args, names, strict=True)]
+
+        def body(*xs):
+            xs = [self.produced(x, name, 0) for x, name in zip(xs, names, strict=True)]
+            outs = self.body(closed, xs, f"{path}/")
+            carried = [self.next_carry(x, path, k) for k, x in enumerate(outs[:n_carry])]
+            return carried + [
+                self.operand(y, f"{path}.ys{k}", 0) for k, y in enumerate(outs[n_carry:])
+            ]
+
+        outs = _bind(eqn, args, {**eqn.params, "jaxpr": _retrace(body, closed, closed)})
+        ends = [f"{path}.carry{k}" for k in range(n_carry)]
+        ends += [f"{path}.ys{k}" for k in range(len(outs) - n_carry)]
+        return self.exits(outs, ends, path)
+
+    def loop(self, eqn: jex.JaxprEqn, args: list[Any], path: str) -> list[Any]:
+        p = eqn.params
+        n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
+        names = [f"{path}.const{k}" for k in range(n_cond + n_body)]
+        names += [f"{path}.carry{k}" for k in range(len(args) - n_cond - n_body)]
+        args = [self.operand(x, name, 0) for x, name in zip(args, names, strict=True)]
+        carries = names[n_cond + n_body :]
+
+        def test(*xs):
+            xs = [self.produced(x, n, 0) for x, n in zip(xs, names[:n_cond] + carries, strict=True)]
+            return self.body(p["cond_jaxpr"], xs, f"{path}.cond/")
+
+        def body(*xs):
+            inner = names[n_cond : n_cond + n_body] + carries
+            xs = [self.produced(x, n, 0) for x, n in zip(xs, inner, strict=True)]
+            outs = self.body(p["body_jaxpr"], xs, f"{path}.body/")
+            return [self.next_carry(x, path, k) for k, x in enumerate(outs)]
+
+        new = {
+            "cond_jaxpr": _retrace(test, p["cond_jaxpr"], p["cond_jaxpr"]),
+            "body_jaxpr": _retrace(body, p["body_jaxpr"], p["body_jaxpr"]),
+        }
+        outs = _bind(eqn, args, {**p, **new})
+        return self.exits(outs, carries, path)
+
+    def branch(self, eqn: jex.JaxprEqn, args: list[Any], path: str) -> list[Any]:
+        branches = []
+        for b, closed in enumerate(eqn.params["branches"]):
+
+            def body(*xs, b=b, closed=closed):
+                outs = self.body(closed, xs, f"{path}.branch{b}/")
+                return [self.operand(x, f"{path}.join{k}", b) for k, x in enumerate(outs)]
+
+            branches.append(_retrace(body, closed, closed))
+        outs = _bind(eqn, args, {**eqn.params, "branches": tuple(branches)})
+        return [self.produced(x, f"{path}.join{k}", 0) for k, x in enumerate(outs)]
+
+    def next_carry(self, x: Any, path: str, k: int) -> Any:
+        """Brings the next carry into the carry's own sharding at the end of an iteration."""
+        name = f"{path}.carry{k}"
+        return self.pin(self.operand(x, name, 1), self.constraints.results.get((name, 0), ()))
+
+    def exits(self, outs: Sequence[Any], ends: Sequence[str], path: str) -> list[Any]:
+        """Constrains the loop's results as the loop leaves them, then as their readers want them."""
+        results = []
+        for k, (x, end) in enumerate(zip(outs, ends, strict=True)):
+            x = self.pin(x, self.constraints.results.get((end, 0), ()))
+            x = self.operand(x, f"{path}.exit{k}", 0)
+            results.append(self.produced(x, f"{path}.exit{k}", 0))
+        return results
+
+
+_NESTED = {name: _Evaluation.call for name in CALLS} | {
+    "scan": _Evaluation.scan,
+    "while": _Evaluation.loop,
+    "cond": _Evaluation.branch,
+}
+
+
+def _bind(eqn: jex.JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(dict(params)))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _retrace(body: Callable, closed: jex.ClosedJaxpr, like: Any) -> Any:
+    """Traces `body` for the inputs of `closed`; returns a Jaxpr or ClosedJaxpr as `like` is."""
+    avals = [_struct(v.aval) for v in as_closed(closed).jaxpr.invars]
+    new = jax.make_jaxpr(body)(*avals)
+    if isinstance(like, jex.ClosedJaxpr):
+        return new
+    if new.consts:
+        raise NotImplementedError("a checkpointed region closes over a constant array")
+    return new.jaxpr
+
+
+def _struct(aval: Any) -> Any:
+    if hasattr(aval, "shape"):
+        return jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
+        )
+    return aval

@@ -1,0 +1,165 @@
+"""The command line.
+
+    python -m autoshard plan models.gpt:train_step --size 1b --mesh data=4,model=4 --hardware v5e --save plan.json
+    python -m autoshard explain plan.json
+    python -m autoshard solve problem.json --time-limit 60 --output solution.json
+
+A module names its example arguments in a function `example_arguments(size)`, which returns a tuple of pytrees of
+arrays or jax.ShapeDtypeStruct (without --size it is called with no argument), and the arguments that the step may
+overwrite in `donate_argnums`.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+import autoshard
+from autoshard.errors import AutoshardError
+
+UNITS = {
+    "": 1,
+    "k": 1e3,
+    "m": 1e6,
+    "g": 1e9,
+    "t": 1e12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+class UsageError(AutoshardError):
+    """A command line that names something that does not exist."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, or 2 with a message for anything the user can mend."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except AutoshardError as e:
+        Console(stderr=True).print(f"autoshard: {e}", style="red", markup=False, soft_wrap=True)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autoshard", description="Decides how a JAX program is sharded."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    plan = commands.add_parser("plan", help="plan a function and print the explanation")
+    plan.add_argument("function", metavar="module:function")
+    plan.add_argument("--mesh", required=True, help="axis names and sizes, data=4,model=2")
+    plan.add_argument("--hardware", required=True, help="a preset: v5e, v5p, v6e, h100, ...")
+    plan.add_argument("--size", help="passed to the module's example_arguments")
+    plan.add_argument(
+        "--memory-limit", type=_bytes, help="per device, e.g. 12GiB; default: what the chip has"
+    )
+    plan.add_argument(
+        "--time-limit", type=float, default=60.0, help="seconds for the solver, a safety net"
+    )
+    plan.add_argument("--save", metavar="plan.json", help="write the plan")
+    plan.set_defaults(run=_plan)
+    explain = commands.add_parser("explain", help="print the explanation of a saved plan")
+    explain.add_argument("plan", metavar="plan.json")
+    explain.set_defaults(run=_explain)
+    solve = commands.add_parser(
+        "solve", help="solve a sharding problem file (IOPDDL JSON, plain or gzip)"
+    )
+    solve.add_argument("problem", metavar="problem.json")
+    solve.add_argument("--time-limit", type=float, default=60.0, help="seconds")
+    solve.add_argument(
+        "--output", metavar="solution.json", help="write the choices, one index a node"
+    )
+    solve.set_defaults(run=_solve)
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> None:
+    function, arguments, donated = load_example(args.function, args.size)
+    plan = autoshard.plan(
+        function,
+        *arguments,
+        mesh=args.mesh,
+        hardware=args.hardware,
+        memory_limit_bytes=args.memory_limit,
+        donate_argnums=donated,
+        time_limit_s=args.time_limit,
+    )
+    print(plan.explain())
+    if args.save:
+        plan.save(args.save)
+
+
+def _explain(args: argparse.Namespace) -> None:
+    print(_read(args.plan, autoshard.load).explain())
+
+
+def _solve(args: argparse.Namespace) -> None:
+    from autoshard import problem as problems
+    from autoshard import solve
+
+    problem = _read(args.problem, problems.read)
+    solution = solve.solve(problem, time_limit_s=args.time_limit, deterministic=False)
+    print(problem)
+    print(solution)
+    if args.output and solution.choices:
+        with open(args.output, "w", encoding="utf-8") as file:
+            file.write(json.dumps(list(solution.choices)) + "\n")
+    if problem.nodes and not solution.choices:
+        raise UsageError(f"no solution: {solution.status}")
+
+
+def _read(path: str, reader: Callable[[str], Any]) -> Any:
+    try:
+        return reader(path)
+    except OSError as e:
+        raise UsageError(f"cannot read {path}: {e.strerror}") from None
+
+
+def load_example(name: str, size: str | None) -> tuple[Callable, tuple, tuple[int, ...]]:
+    """Returns the function `module:function`, its module's example arguments, and which of them are donated.
+
+    Raises:
+      UsageError: no such module, function or size.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        raise UsageError(f"got {name!r}, wanted module:function, as in models.gpt:train_step")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as e:
+        raise UsageError(f"cannot import {module_name!r}: {e}") from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UsageError(f"module {module_name} has no function {function_name!r}")
+    example = getattr(module, "example_arguments", None)
+    if not callable(example):
+        raise UsageError(
+            f"module {module_name} has no function example_arguments(size): write one that returns the arguments of "
+            f"{function_name} as jax.ShapeDtypeStruct"
+        )
+    try:
+        arguments = example() if size is None else example(size)
+    except KeyError as e:
+        raise UsageError(f"{module_name}.example_arguments knows no size {e}") from None
+    donated = getattr(module, "donate_argnums", ())
+    return function, tuple(arguments), (donated,) if isinstance(donated, int) else tuple(donated)
+
+
+def _bytes(text: str) -> float:
+    """Reads `12GiB`, `500MB` or a plain number of bytes."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]i?)?b?\s*", text.lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 12GiB or 500MB")
+    return float(match[1]) * UNITS[match[2] or ""]

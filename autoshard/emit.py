@@ -1,0 +1,91 @@
+"""A solution -> the constraints that make the partitioner do it, and the collectives that it implies."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from autoshard.apply import Constraints
+from autoshard.cost import Choices, reductions
+from autoshard.graph import Kind, Op
+from autoshard.resharding import Step, table
+from autoshard.sharding import Axes, Sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedCollective:
+    """One collective of a plan; `bytes` as `autoshard.collectives` counts them for its kind."""
+
+    kind: str
+    axes: Axes
+    bytes: float
+    trips: int
+    seconds: float  # of all trips
+    value: str  # what moves
+    source: str  # who needs it
+    reason: str  # "reshard" | "partial sums"
+
+    def __str__(self) -> str:
+        trips = f" x{self.trips}" if self.trips > 1 else ""
+        return (
+            f"{self.kind}({','.join(self.axes)}) of {self.value}: {self.bytes:.4g} bytes{trips}, "
+            f"{self.seconds * 1e6:.4g} us, {self.reason} at {self.source or 'the border'}"
+        )
+
+
+def constraints(choices: Choices, solution: Sequence[int]) -> Constraints:
+    """Returns one constraint on every result, and a chain on every operand that is resharded."""
+    operands: dict[tuple[str, int], tuple[Sharding, ...]] = {}
+    results: dict[tuple[str, int], tuple[Sharding, ...]] = {}
+    for i, op in enumerate(choices.ops):
+        strategy = choices.strategies[i][solution[i]]
+        if op.kind not in (Kind.READ, Kind.CONST, Kind.OUTPUT):
+            for k, value in enumerate(op.results):
+                if value.shape and _can_constrain(value.dtype):
+                    results[op.path, k] = (strategy.results[k],)
+        for k, steps in _reshards(choices, solution, i, op):
+            operands[op.path, k] = tuple(step.after for step in steps)
+    return Constraints(operands, results)
+
+
+def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[PlannedCollective]:
+    """Returns every collective that the solution pays for, in execution order."""
+    found = []
+    for i, op in enumerate(choices.ops):
+        for k, steps in _reshards(choices, solution, i, op):
+            value = op.operands[k]
+            for step in steps:
+                if step.kind.value == "slice" or value is None:
+                    continue
+                trips = op.operand_trips[k]
+                found.append(
+                    PlannedCollective(
+                        step.kind.value, step.axes, step.full_bytes, trips, step.seconds * trips,
+                        value.name, op.source or op.path, "reshard",
+                    )
+                )  # fmt: skip
+        strategy = choices.strategies[i][solution[i]]
+        for kind, axes, size, seconds in reductions(op, strategy, choices.topology):
+            found.append(
+                PlannedCollective(
+                    kind.value, axes, size, op.trips, seconds * op.trips,
+                    op.results[0].name, op.source or op.path, "partial sums",
+                )
+            )  # fmt: skip
+    return found
+
+
+def _reshards(
+    choices: Choices, solution: Sequence[int], i: int, op: Op
+) -> Iterator[tuple[int, tuple[Step, ...]]]:
+    """Yields (operand number, steps) where an operand is not yet in the sharding that the strategy wants."""
+    strategy = choices.strategies[i][solution[i]]
+    for k, value in enumerate(op.operands):
+        if value is None or not value.shape:
+            continue
+        have, want = choices.sharding_of(value, solution), strategy.operands[k]
+        if have != want:
+            steps = table(value.shape, value.itemsize, choices.topology).steps(have, want)
+            yield k, tuple(steps)
+
+
+def _can_constrain(dtype: str) -> bool:
+    return not dtype.startswith("float0")

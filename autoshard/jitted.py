@@ -1,0 +1,223 @@
+"""Functions that run under a plan: `Plan.jit` for one plan, `autoshard.jit` for one plan per argument shapes."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from autoshard.apply import constrained
+from autoshard.errors import MeshError, PlanError
+from autoshard.meshes import concrete_mesh, mesh_shape
+from autoshard.plan import Plan
+from autoshard.trace import Program, trace
+
+
+class _OtherArguments(Exception):
+    """The arguments have other shapes, dtypes or structure than the plan's."""
+
+
+class PlannedFunction:
+    """A function jitted with a plan's shardings and constraints; arguments that lie elsewhere are moved."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        fn: Callable,
+        mesh: Mesh,
+        static_argnums: Sequence[int],
+        program: Program | None,
+    ):
+        self.plan, self.fn, self.mesh = plan, fn, mesh
+        self.static_argnums = tuple(static_argnums)
+        self.program = program
+        self._jitted: Callable | None = None
+        self._shardings: tuple = ()
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        jitted = self._jitted or self._build(args, kwargs)
+        if kwargs or self.static_argnums:
+            args = self._flat_arguments(args, kwargs)
+        try:
+            return jitted(*args)
+        except ValueError:
+            # jax.jit refuses a committed array in another sharding before it runs anything: move and try again.
+            if self._lie_right(args):
+                raise
+            return jitted(*jax.device_put(args, self._shardings))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers for arrays or jax.ShapeDtypeStructs, as `jax.jit(f).lower` does."""
+        jitted: Any = self._jitted or self._build(args, kwargs)
+        return jitted.lower(*self._flat_arguments(args, kwargs))
+
+    def _flat_arguments(self, args: tuple, kwargs: dict) -> tuple:
+        """Returns the dynamic positional arguments, then the keyword arguments in the order of their names."""
+        dynamic = tuple(a for i, a in enumerate(args) if i not in self.static_argnums)
+        return dynamic + tuple(v for _, v in sorted(kwargs.items()))
+
+    def _build(self, args: tuple, kwargs: dict) -> Callable:
+        plan = self.plan
+        program = self.program or trace(self.fn, args, kwargs, self.static_argnums)
+        _check_program(plan, program)
+        place = functools.partial(NamedSharding, self.mesh)
+        in_leaves = [place(a.spec) for a in plan.arguments]
+        positional, keyword = jax.tree.unflatten(program.in_tree, in_leaves)
+        self._shardings = (*positional, *(v for _, v in sorted(keyword.items())))
+        positions = jax.tree.unflatten(program.in_tree, list(plan.donated))
+        flat_positions = (*positions[0], *(v for _, v in sorted(positions[1].items())))
+        donate = tuple(i for i, tree in enumerate(flat_positions) if any(jax.tree.leaves(tree)))
+        out_shardings = jax.tree.unflatten(program.out_tree, [place(r.spec) for r in plan.results])
+        run = constrained(program.jaxpr, plan.constraints, self.mesh, plan.carried)
+        structure = jax.tree.structure(self._shardings)
+        avals = [
+            (v.aval.shape, v.aval.dtype)
+            for v in program.jaxpr.jaxpr.invars
+            if hasattr(v.aval, "shape")
+        ]
+
+        def planned(*xs):
+            leaves, tree = jax.tree.flatten(xs)
+            if tree != structure or [(x.shape, x.dtype) for x in leaves] != avals:
+                raise _OtherArguments
+            return jax.tree.unflatten(program.out_tree, run(*leaves))
+
+        planned.__name__ = planned.__qualname__ = plan.program
+        self._jitted = jax.jit(
+            planned,
+            in_shardings=self._shardings,
+            out_shardings=out_shardings,
+            donate_argnums=donate,
+        )
+        return self._jitted
+
+    def _lie_right(self, args: tuple) -> bool:
+        leaves, wanted = jax.tree.leaves(args), jax.tree.leaves(self._shardings)
+        return len(leaves) != len(wanted) or all(
+            not isinstance(x, jax.Array) or x.sharding.is_equivalent_to(s, x.ndim)
+            for x, s in zip(leaves, wanted, strict=True)
+        )
+
+
+def planned_function(
+    plan: Plan,
+    fn: Callable,
+    mesh: Any = None,
+    static_argnums: Sequence[int] = (),
+    program: Program | None = None,
+) -> PlannedFunction:
+    """Returns `fn` under `plan`; see `Plan.jit`."""
+    target = mesh if mesh is not None else (plan.devices if plan.devices is not None else plan.mesh)
+    shape = mesh_shape(target)
+    if shape != plan.mesh:
+        raise MeshError(f"the plan is for mesh {plan.mesh}, got {shape}: plan again for that mesh")
+    return PlannedFunction(plan, fn, concrete_mesh(target), static_argnums, program)
+
+
+def _check_program(plan: Plan, program: Program) -> None:
+    wanted = [(a.name, a.shape, a.dtype) for a in plan.arguments]
+    got = [(v.name, v.shape, v.dtype) for v in program.inputs]
+    if len(wanted) != len(got):
+        raise PlanError(
+            f"the plan is for {len(wanted)} arrays, the call has {len(got)}: plan again"
+        )
+    for w, g in zip(wanted, got, strict=True):
+        if w != g:
+            raise PlanError(
+                f"the plan is for {_array_text(*w)}, the call has {_array_text(*g)}: plan again"
+            )
+    if program.fingerprint != plan.fingerprint:
+        raise PlanError(
+            f"the plan is for another program ({plan.program}, fingerprint {plan.fingerprint[:8]}), got "
+            f"{program.name} ({program.fingerprint[:8]}): plan again"
+        )
+
+
+def _array_text(name: str, shape: tuple[int, ...], dtype: str) -> str:
+    return f"{name} {dtype}[{','.join(map(str, shape))}]"
+
+
+class JittedFunction:
+    """What `autoshard.jit` returns: plans at the first call with new shapes, then runs as fast as `jax.jit`.
+
+    Attributes:
+      plan: `f.plan(*args, **kwargs)` returns the Plan for such arguments, without running anything.
+    """
+
+    def __init__(self, fn: Callable, make_plan: Callable, static: Iterable[int | str]):
+        self.fn = fn
+        self._make_plan = make_plan
+        names = _positional_names(fn)
+        static = set(static)
+        self._static_nums = {
+            s if isinstance(s, int) else names.index(s)
+            for s in static
+            if s in names or isinstance(s, int)
+        }
+        self._static_names = {s for s in static if isinstance(s, str)}
+        self._static_names |= {names[i] for i in self._static_nums if i < len(names)}
+        self._entries: dict[Any, PlannedFunction] = {}
+        self._only: PlannedFunction | None = None
+        functools.update_wrapper(self, fn)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        only = self._only
+        if only is not None:
+            try:
+                return only(*args, **kwargs)
+            except (_OtherArguments, ValueError, TypeError):
+                if self._key(args, kwargs) in self._entries:
+                    raise
+        return self._entry(args, kwargs)(*args, **self._dynamic(kwargs))
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        return self._entry(args, kwargs).plan
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        return self._entry(args, kwargs).lower(*args, **self._dynamic(kwargs))
+
+    def _dynamic(self, kwargs: dict) -> dict:
+        return {k: v for k, v in kwargs.items() if k not in self._static_names}
+
+    def _entry(self, args: tuple, kwargs: dict) -> PlannedFunction:
+        key = self._key(args, kwargs)
+        entry = self._entries.get(key)
+        if entry is None:
+            static = {k: v for k, v in kwargs.items() if k in self._static_names}
+            nums = tuple(i for i in sorted(self._static_nums) if i < len(args))
+            fn = functools.partial(self.fn, **static) if static else self.fn
+            entry = self._make_plan(fn, args, self._dynamic(kwargs), nums)
+            self._entries[key] = entry
+            alone = len(self._entries) == 1 and not self._static_nums and not self._static_names
+            self._only = entry if alone else None
+        return entry
+
+    def _key(self, args: tuple, kwargs: dict) -> Any:
+        """Returns what the plan depends on: structure, shapes, dtypes, and the static arguments."""
+        static = tuple((i, args[i]) for i in sorted(self._static_nums) if i < len(args))
+        static += tuple((k, v) for k, v in sorted(kwargs.items()) if k in self._static_names)
+        dynamic = tuple(a for i, a in enumerate(args) if i not in self._static_nums)
+        leaves, tree = jax.tree.flatten((dynamic, self._dynamic(kwargs)))
+        return tree, tuple(map(_aval_key, leaves)), static
+
+
+def _aval_key(leaf: Any) -> Any:
+    if not hasattr(leaf, "dtype"):
+        return type(leaf)
+    return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
+
+
+def _positional_names(fn: Callable) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in kinds]

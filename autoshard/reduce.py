@@ -1,0 +1,339 @@
+"""Exact reductions: a smaller problem with the same optimum, and the way back.
+
+Every step keeps at least one optimal choice, memory included. `Core.expand` turns choices of what is left into choices
+of the whole problem. The steps, by the name under which `Core.removed` counts them:
+
+  forbidden   a strategy that has no allowed partner over some edge
+  dominated   a strategy that another one beats whatever the neighbours choose, in cost and in every usage
+  constant    a node with one strategy left
+  separable   an edge whose costs are a sum of one term for each end
+  follower    a node with one allowed strategy for each strategy of a neighbour
+  degree0..2  a node with at most two neighbours, whose best answer to them also has the least usage, or
+              whose usage then depends on one of the neighbours only, who takes it over
+  row         a memory row that cannot be exceeded, or that another row implies
+"""
+
+import math
+
+import numpy as np
+
+from autoshard.problem import ShardingProblem, live_rows
+
+Span = tuple[int, int]  # the memory rows [first, last)
+
+MAX_TABLE = 4_000_000  # entries of the largest table built while eliminating or comparing
+BIG = 1e200
+
+
+class Infeasible(Exception):
+    """No choice avoids every forbidden pair or no choice keeps the limit."""
+
+
+class Core:
+    """What is left of a problem. `S_i` is the number of strategies left of node i.
+
+    Attributes:
+      costs: [S_i] for each node, None where the node is gone.
+      kept: [S_i] the problem's strategies that are left, ascending.
+      edges: `edges[i][j]` is [S_i, S_j]; `edges[j][i]` is its transpose.
+      usages: for each node the bytes [S_i] over each span of rows, the least of them being 0.
+      room_bytes: [rows] what the limit leaves in each memory row for `usages`.
+      constant_s: cost of what is already decided.
+      removed: how often each reduction applied.
+    """
+
+    def __init__(self, problem: ShardingProblem, memory: bool = True):
+        self.costs: list[np.ndarray | None] = [node.costs_s.copy() for node in problem.nodes]
+        self.kept = [np.arange(len(node.costs_s)) for node in problem.nodes]
+        self.edges: list[dict[int, np.ndarray]] = [{} for _ in problem.nodes]
+        self.usages: list[dict[Span, np.ndarray]] = [{} for _ in problem.nodes]
+        self.constant_s = 0.0
+        self.removed: dict[str, int] = {}
+        self._undo: list[tuple[int, tuple[tuple[int, np.ndarray], ...], np.ndarray]] = []
+        self._dirty: dict[int, None] = dict.fromkeys(range(len(problem.nodes)))
+        limit = problem.usage_limit_bytes if memory else None
+        first, last = live_rows(problem.usages)
+        rows = int(last.max(initial=0)) if limit is not None else 0
+        self.room_bytes = np.full(rows, 0.0 if limit is None else limit)
+        if limit is not None:
+            for usage, f, n in zip(problem.usages, first.tolist(), last.tolist(), strict=True):
+                if f < n:
+                    self._add_usage(usage.node, (f, n), usage.bytes)
+        for edge in problem.edges:
+            self._add_edge(edge.a, edge.b, edge.costs_s)
+
+    @property
+    def nodes(self) -> list[int]:
+        """The nodes left, ascending."""
+        return [i for i, cost in enumerate(self.costs) if cost is not None]
+
+    def expand(self, choices: dict[int, int]) -> tuple[int, ...]:
+        """Returns choices of the whole problem from indices into what is left of each node left."""
+        found = {i: int(self.kept[i][p]) for i, p in choices.items()}
+        for i, keys, table in reversed(self._undo):
+            place = tuple(int(np.searchsorted(kept, found[j])) for j, kept in keys)
+            found[i] = int(table[place])
+        return tuple(found[i] for i in range(len(self.costs)))
+
+    def restrict(self, i: int, keep: np.ndarray) -> None:
+        """Keeps the strategies of node i where `keep` [S_i] holds."""
+        if not keep.any():
+            raise Infeasible
+        self.costs[i] = self.costs[i][keep]
+        self.kept[i] = self.kept[i][keep]
+        for j, costs in list(self.edges[i].items()):
+            self._set_edge(i, j, costs[keep])
+        spans, self.usages[i] = self.usages[i], {}
+        for span, size in spans.items():
+            self._add_usage(i, span, size[keep])
+        self._touch(i)
+
+    def reduce(self) -> None:
+        """Applies every reduction until none applies.
+
+        Raises:
+          Infeasible: there is no choice.
+        """
+        while self._dirty:
+            while self._dirty:
+                i = next(iter(self._dirty))
+                del self._dirty[i]
+                if self.costs[i] is not None:
+                    self._reduce_node(i)
+            self._reduce_rows()
+
+    def _reduce_node(self, i: int) -> None:
+        keep = np.isfinite(self.costs[i])
+        for costs in self.edges[i].values():
+            keep &= np.isfinite(costs).any(axis=1)
+        if not keep.all():
+            self._count("forbidden", int(np.count_nonzero(~keep)))
+            self.restrict(i, keep)
+        for j in list(self.edges[i]):
+            self._remove_separable(i, j)
+        if len(self.costs[i]) == 1:
+            return self._remove_constant(i)
+        for j in list(self.edges[i]):
+            if self._follow(i, j) or self._follow(j, i):
+                return
+        if len(self.edges[i]) <= 2 and self._eliminate(i):
+            return
+        keep = self._undominated(i)
+        if not keep.all():
+            self._count("dominated", int(np.count_nonzero(~keep)))
+            self.restrict(i, keep)
+
+    def _count(self, name: str, times: int = 1) -> None:
+        self.removed[name] = self.removed.get(name, 0) + times
+
+    def _touch(self, i: int) -> None:
+        self._dirty[i] = None
+        for j in self.edges[i]:
+            self._dirty[j] = None
+
+    def _set_edge(self, i: int, j: int, costs: np.ndarray) -> None:
+        self.edges[i][j] = costs
+        self.edges[j][i] = costs.T
+
+    def _add_edge(self, i: int, j: int, costs: np.ndarray) -> None:
+        if i == j:
+            self.costs[i] = self.costs[i] + np.diagonal(costs)
+        else:
+            old = self.edges[i].get(j)
+            self._set_edge(i, j, costs if old is None else old + costs)
+
+    def _drop_edge(self, i: int, j: int) -> None:
+        del self.edges[i][j], self.edges[j][i]
+
+    def _add_usage(self, i: int, span: Span, size: np.ndarray) -> None:
+        """The part that every strategy takes comes off the room at once."""
+        least = size.min()
+        if least:
+            self.room_bytes[span[0] : span[1]] -= least
+            size = size - least
+        if size.any():
+            old = self.usages[i].get(span)
+            if old is None:
+                self.usages[i][span] = size
+            else:
+                del self.usages[i][span]
+                self._add_usage(i, span, old + size)
+
+    def _remove(self, i: int, keys: tuple[int, ...], table: np.ndarray) -> None:
+        """Takes node i out; `table` [S of each key] is its place in `kept[i]` for choices of the keys."""
+        for j in list(self.edges[i]):
+            self._drop_edge(i, j)
+        self._undo.append((i, tuple((j, self.kept[j]) for j in keys), self.kept[i][table]))
+        self.costs[i] = None
+        self.usages[i] = {}
+        for j in keys:
+            self._touch(j)
+
+    def _remove_constant(self, i: int) -> None:
+        self.constant_s += float(self.costs[i][0])
+        for j, costs in self.edges[i].items():
+            self.costs[j] = self.costs[j] + costs[0]
+            self._dirty[j] = None
+        self._remove(i, (), np.zeros((), np.int64))
+        self._count("constant")
+
+    def _remove_separable(self, i: int, j: int) -> None:
+        costs = self.edges[i][j]
+        column, row = costs[:, 0], costs[0]
+        if not (np.isfinite(column).all() and np.isfinite(row).all()):
+            return
+        row = row - row[0]
+        if np.array_equal(column[:, None] + row, costs):
+            self.costs[i] = self.costs[i] + column
+            self.costs[j] = self.costs[j] + row
+            self._drop_edge(i, j)
+            self._dirty[j] = None
+            self._count("separable")
+
+    def _follow(self, i: int, j: int) -> bool:
+        """Merges node i into j if each strategy of j allows one strategy of i."""
+        costs = self.edges[i][j]
+        allowed = np.isfinite(costs)
+        if np.any(np.count_nonzero(allowed, axis=0) != 1):
+            return False
+        choice = np.argmax(allowed, axis=0)
+        self.costs[j] = self.costs[j] + self.costs[i][choice] + costs[choice, np.arange(len(choice))]
+        for k, other in list(self.edges[i].items()):
+            if k != j:
+                self._add_edge(j, k, other[choice])
+        for span, size in self.usages[i].items():
+            self._add_usage(j, span, size[choice])
+        self._remove(i, (j,), choice)
+        self._count("follower")
+        return True
+
+    def _eliminate(self, i: int) -> bool:
+        """Answers each choice of at most two neighbours by the best strategy, if it is best in usage too."""
+        neighbours = tuple(self.edges[i])
+        total = self.costs[i]
+        size = math.prod(len(self.costs[j]) for j in neighbours)
+        if size * len(total) > MAX_TABLE:
+            return False
+        weight = sum(self.usages[i].values(), np.zeros(len(total)))
+        order = np.argsort(weight, kind="stable")  # so that ties go to the least usage
+        total = total[order]
+        for j in neighbours:
+            total = total[..., None] + self.edges[i][j][order].reshape(
+                (len(order),) + (1,) * (total.ndim - 1) + (-1,)
+            )
+        table = order[np.argmin(total, axis=0)]
+        best = np.min(total, axis=0)
+        taken = self._usages_taken(i, total, table, order)
+        if taken is None:
+            return False
+        for span, (axis, sizes) in taken.items():
+            self._add_usage(neighbours[axis], span, sizes)
+        if not neighbours:
+            self.constant_s += float(best)
+        elif len(neighbours) == 1:
+            self.costs[neighbours[0]] = self.costs[neighbours[0]] + best
+        else:
+            self._add_edge(*neighbours, best)
+        self._remove(i, neighbours, table)
+        self._count(f"degree{len(neighbours)}")
+        return True
+
+    def _usages_taken(
+        self, i: int, total: np.ndarray, table: np.ndarray, order: np.ndarray
+    ) -> dict[Span, tuple[int, np.ndarray]] | None:
+        """Which neighbour (its axis in `table`) takes each usage over, with the bytes; None if impossible."""
+        taken: dict[Span, tuple[int, np.ndarray]] = {}
+        if not self.usages[i]:
+            return taken
+        allowed = np.isfinite(total)
+        possible = allowed.any(axis=0)
+        for span, size in self.usages[i].items():
+            chosen = size[table]
+            sorted_size = size[order].reshape((-1,) + (1,) * table.ndim)
+            least = np.where(allowed, sorted_size, np.inf).min(axis=0)
+            if np.any(chosen[possible] > least[possible]):
+                return None
+            found = None
+            for axis in range(max(table.ndim, 1)):
+                others = tuple(a for a in range(table.ndim) if a != axis)
+                highest = np.where(possible, chosen, 0.0).max(axis=others)
+                lowest = np.where(possible, chosen, np.inf).min(axis=others)
+                if np.all((lowest == highest) | (lowest == np.inf)):
+                    found = (axis, highest)
+                    break
+            if found is None:
+                return None
+            if table.ndim:
+                taken[span] = found
+        return taken
+
+    def _undominated(self, i: int) -> np.ndarray:
+        """Returns where a strategy [S_i] is not made useless by another one that is kept."""
+        costs = self.costs[i]
+        count = len(costs)
+        # better[p, q]: q uses no more than p in any span, and may cost no more; narrowed below
+        better = ~np.eye(count, dtype=bool)
+        for size in self.usages[i].values():
+            better &= size <= size[:, None]
+        for sampled in (True, False):
+            p, q = np.nonzero(better)
+            excess = costs[q] - costs[p]
+            for edge in self.edges[i].values():
+                if sampled:
+                    edge = edge[:, :: max(1, edge.shape[1] // 4)]
+                if len(p) * edge.shape[1] > MAX_TABLE * 4:
+                    return np.ones(count, bool)
+                high = np.where(np.isfinite(edge), edge, BIG)
+                low = np.where(np.isfinite(edge), edge, 3 * BIG)
+                excess = excess + (high[q] - low[p]).max(axis=1, initial=-math.inf)
+            better[p, q] = excess <= 0
+            if not better.any():
+                return np.ones(count, bool)
+        keep = np.ones(count, bool)
+        for p in range(count - 1, -1, -1):
+            keep[p] = not np.any(better[p] & keep)
+        return keep
+
+    def _reduce_rows(self) -> None:
+        """Drops the rows that cannot be exceeded or that a neighbouring row implies."""
+        rows = len(self.room_bytes)
+        if not rows:
+            return
+        entries = [(i, span) for i, spans in enumerate(self.usages) for span in spans]
+        if np.any(self.room_bytes < 0):
+            raise Infeasible
+        most, starts, ends = np.zeros(rows + 1), np.zeros(rows + 1, int), np.zeros(rows + 1, int)
+        for i, (first, last) in entries:
+            size = self.usages[i][first, last].max()
+            most[first] += size
+            most[last] -= size
+            starts[first] += 1
+            ends[last] += 1
+        # The sum of differences rounds; a row is dropped only when it is well clear.
+        peak = np.cumsum(most[:-1])
+        alive = np.flatnonzero(peak * (1 + 1e-9) > self.room_bytes)
+        started, ended = np.cumsum(starts), np.cumsum(ends)
+        kept: list[int] = []
+        for r in alive.tolist():
+            while kept:
+                k = kept[-1]
+                if ended[r] == ended[k] and self.room_bytes[k] >= self.room_bytes[r]:
+                    kept.pop()  # everything live at k is live at r
+                else:
+                    break
+            if kept and started[r] == started[kept[-1]]:
+                if self.room_bytes[r] >= self.room_bytes[kept[-1]]:
+                    continue  # everything live at r was live at k
+            kept.append(r)
+        if len(kept) == rows:
+            return
+        self._count("row", rows - len(kept))
+        place = np.searchsorted(np.array(kept, np.int64), np.arange(rows + 1)).tolist()
+        self.room_bytes = self.room_bytes[kept]
+        for i in dict.fromkeys(i for i, _ in entries):
+            spans, self.usages[i] = self.usages[i], {}
+            for (first, last), size in spans.items():
+                if place[first] < place[last]:
+                    self._add_usage(i, (place[first], place[last]), size)
+            if len(self.usages[i]) < len(spans):
+                self._dirty[i] = None

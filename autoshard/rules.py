@@ -1,0 +1,130 @@
+"""The rule of each equation: ours if we wrote one, else Shardy's, else replicated.
+
+Rules are cached for the process by what determines them: primitive, parameters and abstract values.
+"""
+
+import collections
+import warnings
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from autoshard import primitives, shardy
+from autoshard.factors import Kind, Rule, parse_rule, replicated
+
+__all__ = ["Kind", "ReplicatedWarning", "Rule", "parse_rule", "replicated_rule", "rules_for"]
+
+_CACHE_SIZE = 8192
+_cache: collections.OrderedDict[Hashable, Rule | None] = collections.OrderedDict()
+
+
+class ReplicatedWarning(UserWarning):
+    """An equation that nobody has a rule for is computed whole on every device."""
+
+
+def rules_for(eqns: Sequence[JaxprEqn]) -> list[Rule]:
+    """Returns the rule of each equation, which must be leaves (no nested body to plan).
+
+    Warns with a ReplicatedWarning where an equation has no rule.
+    """
+    keys = [_signature(eqn) for eqn in eqns]
+    missing = {key: eqn for key, eqn in zip(keys, eqns, strict=True) if key not in _cache}
+    found = dict(zip(missing, _new_rules(list(missing.values())), strict=True))
+    found.update((key, _cache[key]) for key in keys if key not in found)
+    for key in found:
+        _cache[key] = found[key]
+        _cache.move_to_end(key)
+    while len(_cache) > _CACHE_SIZE:
+        _cache.popitem(last=False)
+    rules = []
+    for key, eqn in zip(keys, eqns, strict=True):
+        rule = found[key]
+        if rule is None:
+            rule = replicated_rule(eqn)
+            declared = eqn.primitive.name in primitives.REPLICATED
+            if rule.sizes and (not declared or eqn.primitive.name in primitives.WARNED):
+                _warn(eqn)
+        rules.append(rule)
+    return rules
+
+
+def replicated_rule(eqn: JaxprEqn) -> Rule:
+    """Returns the rule under which every operand and result is whole on every device."""
+    return replicated(
+        [_shape(v.aval) for v in eqn.invars], [_shape(v.aval) for v in eqn.outvars]
+    )
+
+
+def _new_rules(eqns: Sequence[JaxprEqn]) -> list[Rule | None]:
+    rules: list[Rule | None] = [None] * len(eqns)
+    asked = []
+    for n, eqn in enumerate(eqns):
+        name = eqn.primitive.name
+        if name in primitives.RULES:
+            rules[n] = primitives.RULES[name](eqn)
+        elif name not in primitives.REPLICATED:
+            asked.append(n)
+    for n, rule in zip(asked, shardy.lowered_rules([eqns[n] for n in asked]), strict=True):
+        if rule is not None and eqns[n].primitive.name in primitives.CORRECTIONS:
+            rule = primitives.CORRECTIONS[eqns[n].primitive.name](eqns[n], rule)
+        rules[n] = rule if rule is None or _fault(rule, eqns[n]) is None else None
+    return rules
+
+
+def _fault(rule: Rule, eqn: JaxprEqn) -> str | None:
+    return rule.check([_shape(v.aval) for v in eqn.invars], [_shape(v.aval) for v in eqn.outvars])
+
+
+def _warn(eqn: JaxprEqn) -> None:
+    warnings.warn(
+        f"no sharding rule for primitive {eqn.primitive.name!r} at {shardy.source_line(eqn)}: "
+        "it runs whole on every device",
+        ReplicatedWarning,
+        stacklevel=3,
+    )
+
+
+def _shape(aval) -> tuple[int, ...]:
+    return tuple(getattr(aval, "shape", ()))
+
+
+def _signature(eqn: JaxprEqn) -> Hashable:
+    """Returns what determines an equation's rule; equal for equal equations of any trace."""
+    avals = tuple(
+        (_shape(v.aval), str(getattr(v.aval, "dtype", v.aval)), getattr(v.aval, "weak_type", False))
+        for v in (*eqn.invars, *eqn.outvars)
+    )
+    params = tuple((name, _frozen(value)) for name, value in sorted(eqn.params.items()))
+    return (eqn.primitive, len(eqn.invars), params, avals, eqn.ctx.threefry_partitionable)
+
+
+def _frozen(value) -> Hashable:
+    if isinstance(value, Jaxpr):
+        return str(value)
+    if isinstance(value, ClosedJaxpr):
+        return str(value.jaxpr), tuple(_frozen(c) for c in value.consts)
+    if isinstance(value, dict):
+        return tuple((_frozen(k), _frozen(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_frozen(v) for v in value)
+    if isinstance(value, np.ndarray):
+        return value.shape, str(value.dtype), value.tobytes()
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return value
+
+
+class _Same:
+    """A value that cannot be hashed: equal to itself only, and kept alive while in the cache."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self):
+        return id(self.value)
