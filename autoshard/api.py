@@ -32,21 +32,30 @@ def plan(
 
     Args:
       args: pytrees of arrays or jax.ShapeDtypeStruct.
-      mesh: a Mesh, an AbstractMesh, dict(data=4, model=2) or "data=4,model=2"; None: the best shape of all local devices.
+      mesh: a Mesh, an AbstractMesh, dict(data=4, model=2) or "data=4,model=2"; None: the best
+        shape of all local devices.
       hardware: a preset's name, a Hardware, or None: read from the mesh's devices.
       memory_limit_bytes: per device; None: the hardware's memory less the runtime's reserve.
-      in_shardings, out_shardings: pins: pytree prefixes of PartitionSpec, None where the planner is free.
+      in_shardings, out_shardings: pins: pytree prefixes of PartitionSpec, None where the planner
+        is free.
       donate_argnums, static_argnums: as of jax.jit.
       time_limit_s: a safety net for the solver; plans do not depend on it unless it strikes.
 
     Raises:
-      MeshError, HardwareError, PinError, ArgumentError: bad input; the message says what was wanted.
-      InfeasibleError: nothing fits; names the smallest limit that would, and the largest values alive at the peak.
+      MeshError, HardwareError, PinError, ArgumentError: bad input; the message says what was
+      wanted.
+      InfeasibleError: nothing fits; names the smallest limit that would, and the largest values
+      alive at the peak.
     """
     options = planning.Options(
-        hardware, memory_limit_bytes, in_shardings, out_shardings, planning.numbers(donate_argnums), (),
-        planning.numbers(static_argnums), time_limit_s,
-    )  # fmt: skip
+        hardware=hardware,
+        memory_limit_bytes=memory_limit_bytes,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=planning.numbers(donate_argnums),
+        static_argnums=planning.numbers(static_argnums),
+        time_limit_s=time_limit_s,
+    )
     return _planned(fn, args, kwargs or {}, mesh, options).plan
 
 
@@ -64,9 +73,11 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     time_limit_s: float = 60.0,
 ) -> Any:
-    """Like jax.jit, but sharded over `mesh` as planned for the arguments' shapes; a decorator with or without arguments.
+    """Like jax.jit, but sharded over `mesh` as planned for the arguments' shapes; a decorator with
+    or without arguments.
 
-    The first call with new shapes traces, plans and compiles; later calls run. Arguments that live elsewhere are moved.
+    The first call with new shapes traces, plans and compiles; later calls run. Arguments that live
+    elsewhere are moved.
     `f.plan(*args)` returns the Plan. The other arguments are those of `autoshard.plan`.
     """
     if fn is None:
@@ -76,9 +87,15 @@ def jit(
 
     def make(fn: Callable, args: tuple, kwargs: dict, static: tuple[int, ...]) -> PlannedFunction:
         options = planning.Options(
-            hardware, memory_limit_bytes, in_shardings, out_shardings, planning.numbers(donate_argnums),
-            names(donate_argnames), static, time_limit_s,
-        )  # fmt: skip
+            hardware=hardware,
+            memory_limit_bytes=memory_limit_bytes,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=planning.numbers(donate_argnums),
+            donate_argnames=names(donate_argnames),
+            static_argnums=static,
+            time_limit_s=time_limit_s,
+        )
         return _planned(fn, args, kwargs, mesh, options).function()
 
     return JittedFunction(fn, make, planning.numbers(static_argnums) + names(static_argnames))

@@ -1,8 +1,9 @@
-"""A jaxpr and a plan's constraints -> the same computation with `with_sharding_constraint` where the plan says so.
+"""A jaxpr and a plan's constraints -> the same computation with `with_sharding_constraint` where
+the plan says so.
 
-The jaxpr is evaluated again, equation by equation, under the user's source lines. Loops, branches, checkpointed
-regions and custom derivatives are bound again with new bodies, so they stay what they were; plain calls are inlined.
-Paths are those of `autoshard.graph`.
+The jaxpr is evaluated again, equation by equation, under the user's source lines. Loops, branches,
+checkpointed regions and custom derivatives are bound again with new bodies, so they stay what they
+were; plain calls are inlined. Paths are those of `autoshard.graph`.
 """
 
 import dataclasses
@@ -27,7 +28,8 @@ INLINED = ("jit", "pjit", "closed_call", "core_call")
 class Constraints:
     """The shardings to emit.
 
-    `operands[path, k]` before operation `path` reads its operand k, `results[path, k]` on its result k; each a chain.
+    `operands[path, k]` before operation `path` reads its operand k, `results[path, k]` on its
+    result k; each a chain.
     """
 
     operands: Mapping[tuple[str, int], Chain]
@@ -46,7 +48,8 @@ def constrained(
     mesh: jax.sharding.Mesh,
     carried: Sequence[int | None] = (),
 ) -> Callable[..., list[Any]]:
-    """Returns a function of the flat arguments that computes the jaxpr's flat results under the constraints.
+    """Returns a function of the flat arguments that computes the jaxpr's flat results under the
+    constraints.
 
     Args:
       mesh: a mesh whose axes are all Auto, real or of ahead-of-time devices.
@@ -177,7 +180,8 @@ class _Evaluation:
         return self.pin(self.operand(x, name, 1), self.constraints.results.get((name, 0), ()))
 
     def exits(self, outs: Sequence[Any], ends: Sequence[str], path: str) -> list[Any]:
-        """Constrains the loop's results as the loop leaves them, then as their readers want them."""
+        """Constrains the loop's results as the loop leaves them, then as their readers want
+        them."""
         results = []
         for k, (x, end) in enumerate(zip(outs, ends, strict=True)):
             x = self.pin(x, self.constraints.results.get((end, 0), ()))

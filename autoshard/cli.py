@@ -1,12 +1,12 @@
 """The command line.
 
-    python -m autoshard plan models.gpt:train_step --size 1b --mesh data=4,model=4 --hardware v5e --save plan.json
-    python -m autoshard explain plan.json
+    python -m autoshard plan models.gpt:train_step --size 1b --mesh data=4,model=4 --hardware v5e
+    --save plan.json python -m autoshard explain plan.json
     python -m autoshard solve problem.json --time-limit 60 --output solution.json
 
-A module names its example arguments in a function `example_arguments(size)`, which returns a tuple of pytrees of
-arrays or jax.ShapeDtypeStruct (without --size it is called with no argument), and the arguments that the step may
-overwrite in `donate_argnums`.
+A module names its example arguments in a function `example_arguments(size)`, which returns a tuple
+of pytrees of arrays or jax.ShapeDtypeStruct (without --size it is called with no argument), and
+the arguments that the step may overwrite in `donate_argnums`.
 """
 
 import argparse
@@ -41,7 +41,8 @@ class UsageError(AutoshardError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, or 2 with a message for anything the user can mend."""
+    """Runs one command; returns the exit status: 0, or 2 with a message for anything the user can
+    mend."""
     args = _parser().parse_args(argv)
     try:
         args.run(args)
@@ -127,7 +128,8 @@ def _read(path: str, reader: Callable[[str], Any]) -> Any:
 
 
 def load_example(name: str, size: str | None) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """Returns the function `module:function`, its module's example arguments, and which of them are donated.
+    """Returns the function `module:function`, its module's example arguments, and which of them
+    are donated.
 
     Raises:
       UsageError: no such module, function or size.
@@ -146,11 +148,11 @@ def load_example(name: str, size: str | None) -> tuple[Callable, tuple, tuple[in
     example = getattr(module, "example_arguments", None)
     if not callable(example):
         raise UsageError(
-            f"module {module_name} has no function example_arguments(size): write one that returns the arguments of "
-            f"{function_name} as jax.ShapeDtypeStruct"
+            f"module {module_name} has no function example_arguments(size): write one that "
+            f"returns the arguments of {function_name} as jax.ShapeDtypeStruct"
         )
     try:
-        arguments = example() if size is None else example(size)
+        arguments: Any = example() if size is None else example(size)
     except KeyError as e:
         raise UsageError(f"{module_name}.example_arguments knows no size {e}") from None
     donated = getattr(module, "donate_argnums", ())

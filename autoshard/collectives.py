@@ -132,6 +132,18 @@ def linear(kind: Kind, topology: Topology, axes: Axes) -> Linear:
     return _linear(kind, topology, _in_mesh_order(topology.mesh, axes))
 
 
+def overlaps(kind: Kind, topology: Topology, axes: Axes) -> bool:
+    """Tells whether a collective can run beside compute.
+
+    The GPU compiler makes all of them asynchronous. The TPU compiler makes gathers (as fusions, or
+    as permutes woven into the matmul), scatters of partial sums and permutes so; an all-reduce or
+    an all-to-all over ICI stands alone in its schedule.
+    """
+    links = [link for level in levels_of(topology, axes) for _, link in level.dims]
+    alone = kind in (Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
+    return all(link.overlaps and not (alone and link.kind == "ici") for link in links)
+
+
 def wire_bytes(kind: Kind, mesh: MeshShape, axes: Axes, size_bytes):
     """Returns the bytes that each device sends."""
     n = mesh.size(axes)

@@ -18,7 +18,8 @@ from autoshard.topology import Topology
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choices:
-    """The decisions of a program: one node per operation, in execution order, with its strategies."""
+    """The decisions of a program: one node per operation, in execution order, with its
+    strategies."""
 
     ops: tuple[Op, ...]
     strategies: tuple[tuple[Strategy, ...], ...]
@@ -41,7 +42,8 @@ def build(
     memory_limit_bytes: float | None,
     name: str = "",
 ) -> Choices:
-    """Prices every strategy and every resharding; `strategies` belong to `graph.leaves()` in order."""
+    """Prices every strategy and every resharding; `strategies` belong to `graph.leaves()` in
+    order."""
     ops = tuple(graph.leaves())
     pricing = _Pricing(ops, tuple(tuple(s) for s in strategies), topology, liveness(graph, donated))
     problem = ShardingProblem(
@@ -164,7 +166,8 @@ def _reduction(kind: collectives.Kind, axes, size: float, topology: Topology) ->
 
 
 def reductions(op: Op, strategy: Strategy, topology: Topology):
-    """Yields (kind, axes, bytes, seconds) of each collective that combines a strategy's partial sums."""
+    """Yields (kind, axes, bytes, seconds) of each collective that combines a strategy's partial
+    sums."""
     if not strategy.reduced:
         return
     mesh = topology.mesh

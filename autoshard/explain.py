@@ -1,4 +1,5 @@
-"""A plan as text: who is sharded how, what it costs, which collectives, and where the memory peaks."""
+"""A plan as text: who is sharded how, what it costs, which collectives, and where the memory
+peaks."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -25,7 +26,8 @@ def text(plan: "Plan") -> str:
     gap = (plan.objective_s - plan.bound_s) / plan.objective_s if plan.objective_s > 0 else 0.0
     lines = [
         headline(plan),
-        f"  objective {seconds_text(plan.objective_s)}, proven bound {seconds_text(plan.bound_s)}, gap {gap:.2%}",
+        f"  objective {seconds_text(plan.objective_s)}, "
+        f"proven bound {seconds_text(plan.bound_s)}, gap {gap:.2%}",
         "",
         "arguments",
         *_arrays(plan.arguments),

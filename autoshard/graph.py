@@ -1,7 +1,8 @@
 """The program to plan: operations over values, with nested bodies, in execution order.
 
-A call (jit, checkpoint, custom_jvp, ...) shares its values with its surroundings, so its body needs no borders.
-A loop or branch body is a world of its own, joined to the outside by *border* operations, which say what a
+A call (jit, checkpoint, custom_jvp, ...) shares its values with its surroundings, so its body
+needs no borders. A loop or branch body is a world of its own, joined to the outside by *border*
+operations, which say what a
 plan may change there:
 
     ENTER   outside value -> the same value inside a loop       once, before the loop
@@ -13,15 +14,17 @@ plan may change there:
     INPUT   () or (next call's value) -> argument
     OUTPUT  value -> result of the program
     CONST   () -> closed-over constant                          replicated
-    READ    value -> the form in which all its readers get it   so that one gather serves several readers
+    READ    value -> the form in which all its readers get it   so that one gather serves several
+    readers
 
-Invariants: every value is defined by exactly one operation; operations stand in execution order; only a CARRY or
-INPUT reads a value that is defined later.
+Invariants: every value is defined by exactly one operation; operations stand in execution order;
+only a CARRY or INPUT reads a value that is defined later.
 """
 
 import dataclasses
 import enum
 from collections.abc import Iterator
+from typing import Any
 
 
 class Kind(enum.Enum):
@@ -70,7 +73,8 @@ class Value:
 class Op:
     """One operation.
 
-    `operands` has None where the operand is a literal. `trips` is how often the operation runs in one step;
+    `operands` has None where the operand is a literal. `trips` is how often the operation runs in
+    one step;
     `operand_trips` how often each operand is brought into the sharding that the operation wants.
     `eqn` is the jaxpr equation of a LEAF or nested operation.
     """
@@ -83,7 +87,7 @@ class Op:
     source: str
     trips: int = 1
     operand_trips: tuple[int, ...] = ()
-    eqn: object = None
+    eqn: Any = None
     bodies: "tuple[Graph, ...]" = ()
 
     def __post_init__(self):

@@ -7,9 +7,11 @@ from typing import Protocol
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from autoshard import collectives, hardware, hlo, hlo_collectives, schedule
+from autoshard import collectives, hardware, hlo, hlo_collectives
 from autoshard.errors import HardwareError, MeshError
 from autoshard.hlo_collectives import CompiledCollective, axes_text, bytes_text, wire_bytes
+from autoshard.schedule import KINDS, Clock, Schedule, Times, simulate
+from autoshard.schedule import read as read_schedule
 from autoshard.sharding import Axes, MeshShape
 from autoshard.topology import Topology
 
@@ -45,8 +47,8 @@ class CompiledStep:
     memory: Memory | None
     mesh: MeshShape
     notes: tuple[str, ...]  # what could not be read exactly, one line each
-    clock: schedule.Clock | None  # None: not a device whose compiler estimates cycles
-    plan: schedule.Schedule = dataclasses.field(repr=False)
+    clock: Clock | None  # None: not a device whose compiler estimates cycles
+    schedule: Schedule = dataclasses.field(repr=False)
     runs: tuple[CompiledCollective | None, ...] = dataclasses.field(repr=False)
     """By transfer of the schedule: the collective as run there; None for a copy."""
 
@@ -66,23 +68,25 @@ class CompiledStep:
         times = self.times(price)
         return times and times.step_s
 
-    def times(self, price: Price) -> schedule.Times | None:
+    def times(self, price: Price) -> Times | None:
         """Simulates the schedule with collectives that last as `price` says."""
-        if self.clock is None or not self.plan.has_cycles:
+        if self.clock is None or not self.schedule.has_cycles:
             return None
-        hbm_bytes_per_s = self.clock.hbm_bytes_per_s
+        transfers, hbm_bytes_per_s = self.schedule.transfers, self.clock.hbm_bytes_per_s
 
-        def seconds(transfer: int) -> float:
-            run = self.runs[transfer]
+        def seconds(i: int) -> float:
+            run = self.runs[i]
             if run is None:
-                return hlo_collectives.copied_bytes(self.plan.transfers[transfer]) / hbm_bytes_per_s
+                return hlo_collectives.copied_bytes(transfers[i]) / hbm_bytes_per_s
             return price(run)
 
-        def links(transfer: int) -> Axes:
-            run = self.runs[transfer]
-            return ("hbm",) if run is None else run.axes
+        def links(i: int) -> Axes:
+            run = self.runs[i]
+            if run is None:
+                return ("hbm",)
+            return ("dcn",) if transfers[i].across_slices else run.axes
 
-        return schedule.simulate(self.plan, self.clock, seconds, links)
+        return simulate(self.schedule, self.clock, seconds, links)
 
     def __str__(self) -> str:
         lines = [str(self.memory)] if self.memory else []
@@ -134,21 +138,24 @@ def from_text(
     module = hlo.parse(text)
     order = device_ids if device_ids is not None else range(mesh.device_count)
     slices = hlo_collectives.slices(module, mesh, order, slice_ids)
-    plan = schedule.read(module)
-    runs = tuple(hlo_collectives.read(module, mesh, slices, t) for t in plan.transfers)
+    schedule = read_schedule(module)
+    runs = tuple(hlo_collectives.read(module, mesh, slices, t) for t in schedule.transfers)
     return CompiledStep(
         collectives=hlo_collectives.distinct(runs),
         memory=memory,
         mesh=mesh,
-        notes=plan.notes,
+        notes=schedule.notes,
         clock=_clock(device_kind),
-        plan=plan,
+        schedule=schedule,
         runs=runs,
     )
 
 
 def price_on(topology: Topology) -> Price:
-    """Returns the price of a compiled collective on a topology."""
+    """Returns the price of a compiled collective on a topology.
+
+    A group that spans part of an axis (the devices of one slice) is priced as if it spanned all.
+    """
 
     def price(c: CompiledCollective) -> float:
         if not c.axes:
@@ -160,12 +167,12 @@ def price_on(topology: Topology) -> Price:
     return price
 
 
-def _clock(device_kind: str | None) -> schedule.Clock | None:
+def _clock(device_kind: str | None) -> Clock | None:
     try:
         chip = hardware.from_device_kind(device_kind or "").chip
     except HardwareError:
         return None
-    return schedule.Clock(chip.clock_hz, chip.hbm_bytes_per_s) if chip.clock_hz else None
+    return Clock(chip.clock_hz, chip.hbm_bytes_per_s) if chip.clock_hz else None
 
 
 def _memory(compiled: jax.stages.Compiled) -> Memory | None:
@@ -203,7 +210,7 @@ def _positions(compiled: jax.stages.Compiled, mesh: Mesh) -> list[int] | None:
 class PlannedCollective:
     """One collective that the plan priced."""
 
-    kind: str  # one of schedule.KINDS
+    kind: str  # one of KINDS
     axes: Axes
     bytes: float  # of one run, on one device, in the unit of CompiledCollective
     trips: int  # runs in a step
@@ -225,7 +232,7 @@ class Planned(Protocol):
     """What is compared of a planned collective, whoever made it."""
 
     @property
-    def kind(self) -> str: ...  # one of schedule.KINDS; "permute" and "slice" are understood
+    def kind(self) -> str: ...  # one of KINDS; "permute" and "slice" are understood
     @property
     def axes(self) -> Axes: ...
     @property
@@ -274,9 +281,7 @@ class Comparison:
                 cell[2 * column] += c.trips
                 cell[2 * column + 1] += c.bytes * c.trips
         rows: list[tuple[str, ...]] = [("axes", "kind", "predicted", "", "compiled", "")]
-        order = sorted(
-            cells, key=lambda k: (_axes_key(k[0], self.mesh), schedule.KINDS.index(k[1]))
-        )
+        order = sorted(cells, key=lambda k: (_axes_key(k[0], self.mesh), KINDS.index(k[1])))
         for axes, kind in order:
             runs, nbytes, compiled_runs, compiled_bytes = cells[axes, kind]
             predicted = (f"{runs:.0f} x", bytes_text(nbytes)) if runs else ("", "-")
@@ -357,7 +362,7 @@ class _Piece:
     """Part of a collective, with what each device sends in it in a step."""
 
     owner: int  # index of the collective
-    kind: str  # one of schedule.KINDS, never all-reduce
+    kind: str  # one of KINDS, never all-reduce
     axes: frozenset[str]
     source: str
     bytes: float

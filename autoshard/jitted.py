@@ -1,4 +1,5 @@
-"""Functions that run under a plan: `Plan.jit` for one plan, `autoshard.jit` for one plan per argument shapes."""
+"""Functions that run under a plan: `Plan.jit` for one plan, `autoshard.jit` for one plan per
+argument shapes."""
 
 import functools
 import inspect
@@ -21,7 +22,8 @@ class _OtherArguments(Exception):
 
 
 class PlannedFunction:
-    """A function jitted with a plan's shardings and constraints; arguments that lie elsewhere are moved."""
+    """A function jitted with a plan's shardings and constraints; arguments that lie elsewhere are
+    moved."""
 
     def __init__(
         self,
@@ -45,7 +47,8 @@ class PlannedFunction:
         try:
             return jitted(*args)
         except ValueError:
-            # jax.jit refuses a committed array in another sharding before it runs anything: move and try again.
+            # jax.jit refuses a committed array in another sharding before it runs anything: move
+            # and try again.
             if self._lie_right(args):
                 raise
             return jitted(*jax.device_put(args, self._shardings))
@@ -56,7 +59,8 @@ class PlannedFunction:
         return jitted.lower(*self._flat_arguments(args, kwargs))
 
     def _flat_arguments(self, args: tuple, kwargs: dict) -> tuple:
-        """Returns the dynamic positional arguments, then the keyword arguments in the order of their names."""
+        """Returns the dynamic positional arguments, then the keyword arguments in the order of
+        their names."""
         dynamic = tuple(a for i, a in enumerate(args) if i not in self.static_argnums)
         return dynamic + tuple(v for _, v in sorted(kwargs.items()))
 
@@ -132,8 +136,8 @@ def _check_program(plan: Plan, program: Program) -> None:
             )
     if program.fingerprint != plan.fingerprint:
         raise PlanError(
-            f"the plan is for another program ({plan.program}, fingerprint {plan.fingerprint[:8]}), got "
-            f"{program.name} ({program.fingerprint[:8]}): plan again"
+            f"the plan is for another program ({plan.program}, {plan.fingerprint[:8]}), "
+            f"got {program.name} ({program.fingerprint[:8]}): plan again"
         )
 
 
@@ -142,7 +146,8 @@ def _array_text(name: str, shape: tuple[int, ...], dtype: str) -> str:
 
 
 class JittedFunction:
-    """What `autoshard.jit` returns: plans at the first call with new shapes, then runs as fast as `jax.jit`.
+    """What `autoshard.jit` returns: plans at the first call with new shapes, then runs as fast as
+    `jax.jit`.
 
     Attributes:
       plan: `f.plan(*args, **kwargs)` returns the Plan for such arguments, without running anything.

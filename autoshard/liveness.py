@@ -1,7 +1,8 @@
 """Which values exist in memory, and when.
 
-Time is the position among the leaf operations. A loop's scanned operands, constants and stacked results live as long
-as the loop; a value inside it only within an iteration. XLA fuses elementwise operations into their readers, so
+Time is the position among the leaf operations. A loop's scanned operands, constants and stacked
+results live as long as the loop; a value inside it only within an iteration. XLA fuses elementwise
+operations into their readers, so
 that their results are never written: such values are not *materialised*.
 """
 
@@ -11,11 +12,12 @@ from autoshard.graph import Graph, Kind, Op, Value
 
 # Operations whose result XLA writes to memory and whose operands it reads from there.
 HEAVY = frozenset(
-    """dot_general ragged_dot ragged_dot_general conv_general_dilated gather scatter scatter-add scatter_add scatter_mul
-    scatter_min scatter_max sort top_k approx_top_k cumsum cumprod cummax cummin cumlogsumexp fft cholesky
-    triangular_solve lu qr eigh svd schur tridiagonal householder_product reduce_window reduce_window_sum
-    reduce_window_max select_and_scatter_add select_and_gather_add dynamic_update_slice random_bits threefry2x32
-    rng_bit_generator custom_call ffi_call pallas_call shard_map pure_callback io_callback concatenate""".split()
+    """dot_general ragged_dot ragged_dot_general conv_general_dilated gather scatter scatter-add
+    scatter_add scatter_mul scatter_min scatter_max sort top_k approx_top_k cumsum cumprod cummax
+    cummin cumlogsumexp fft cholesky triangular_solve lu qr eigh svd schur tridiagonal
+    householder_product reduce_window reduce_window_sum reduce_window_max select_and_scatter_add
+    select_and_gather_add dynamic_update_slice random_bits threefry2x32 rng_bit_generator
+    custom_call ffi_call pallas_call shard_map pure_callback io_callback concatenate""".split()
 )
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce argmax argmin".split()
@@ -26,7 +28,8 @@ ALIASES = (Kind.ENTER, Kind.EXIT, Kind.READ, Kind.JOIN)
 
 @dataclasses.dataclass(frozen=True)
 class LiveRange:
-    """`value`, defined by `op` as its result number `result`, occupies memory at `start <= t < end`."""
+    """`value`, defined by `op` as its result number `result`, occupies memory at `start <= t <
+    end`."""
 
     op: Op
     result: int
@@ -42,7 +45,8 @@ class LiveRange:
 class Liveness:
     """Live ranges of the materialised values.
 
-    `stored` holds the ids of all values that are read from memory: the materialised ones and their aliases.
+    `stored` holds the ids of all values that are read from memory: the materialised ones and their
+    aliases.
     """
 
     ranges: tuple[LiveRange, ...]
@@ -130,7 +134,8 @@ def _use_end(reader: Op, operand: int, times, spans) -> int:
 def _is_materialised(op: Op, value: Value, readers, mortal: set[int]) -> bool:
     """Returns whether a result of `op` occupies a buffer of its own.
 
-    An alias takes over the buffer of a value that has no other reader; it owns none where the original stays alive.
+    An alias takes over the buffer of a value that has no other reader; it owns none where the
+    original stays alive.
     """
     if op.kind in (Kind.INPUT, Kind.CONST, Kind.OUTPUT, Kind.STACK, Kind.CARRY):
         return True

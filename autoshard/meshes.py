@@ -61,8 +61,8 @@ def concrete_mesh(mesh: MeshLike) -> Mesh:
             )
         if len(local) != shape.device_count:
             raise MeshError(
-                f"mesh {shape} has {shape.device_count} devices, this process has {len(local)}: pass a "
-                "jax.sharding.Mesh of the devices you mean"
+                f"mesh {shape} has {shape.device_count} devices, this process has {len(local)}: "
+                "pass a jax.sharding.Mesh of the devices you mean"
             )
         devices = np.array(local).reshape([size for _, size in shape.axes])
     return Mesh(devices, shape.names, axis_types=(AxisType.Auto,) * len(shape.names))

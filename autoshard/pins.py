@@ -1,4 +1,5 @@
-"""Shardings that the user fixed: a pytree prefix of PartitionSpec, where None leaves the planner free."""
+"""Shardings that the user fixed: a pytree prefix of PartitionSpec, where None leaves the planner
+free."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,8 @@ def resolve(
 ) -> list[Sharding | None]:  # fmt: skip
     """Returns the pin of each leaf of `tree`, in order.
 
-    A pin applies to every leaf below it. Dicts may name only some keys; at the top, arguments may be given by
-    position or, in a dict, by parameter name.
+    A pin applies to every leaf below it. Dicts may name only some keys; at the top, arguments may
+    be given by position or, in a dict, by parameter name.
 
     Args:
       names: the leaves' names, for errors.

@@ -1,4 +1,5 @@
-"""A plan: the sharding of every argument, result and intermediate, what it costs, and how sure that is.
+"""A plan: the sharding of every argument, result and intermediate, what it costs, and how sure
+that is.
 
 Its file is JSON with a version; `load` refuses another version, and `jit` another program or mesh.
 """
@@ -46,7 +47,8 @@ class Plan:
 
     Attributes:
       step_time_s, peak_bytes: predicted, per device.
-      objective_s, bound_s: what the solver minimised and the proven lower bound, in one model and unit.
+      objective_s, bound_s: what the solver minimised and the proven lower bound, in one model and
+        unit.
       carried: for each argument, the result that becomes it in the next call, or None.
     """
 
@@ -73,7 +75,8 @@ class Plan:
 
     @property
     def in_shardings(self) -> Any:
-        """PartitionSpecs in the structure of the arguments; keyword arguments, if any, last, as a dict."""
+        """PartitionSpecs in the structure of the arguments; keyword arguments, if any, last, as a
+        dict."""
         specs = [a.spec for a in self.arguments]
         if self.trees is None:
             return _rebuild([a.path for a in self.arguments], specs)
@@ -89,7 +92,8 @@ class Plan:
         return jax.tree.unflatten(self.trees[1], specs)
 
     def explain(self) -> str:
-        """Returns who is sharded how, what it costs, which collectives, and where the memory peaks."""
+        """Returns who is sharded how, what it costs, which collectives, and where the memory
+        peaks."""
         return explain.text(self)
 
     def __str__(self) -> str:
@@ -99,7 +103,8 @@ class Plan:
         """Returns `fn` jitted with the plan's shardings and constraints.
 
         Args:
-          mesh: a mesh of devices, real or ahead-of-time, with the plan's axes; None: the planned mesh.
+          mesh: a mesh of devices, real or ahead-of-time, with the plan's axes; None: the planned
+            mesh.
           options: static_argnums, as they were planned.
 
         Raises:
@@ -134,7 +139,8 @@ def load(path: str | os.PathLike) -> Plan:
         raise PlanError(f"{os.fspath(path)} is not a plan: it has no field 'autoshard_plan'")
     if data["autoshard_plan"] != VERSION:
         raise PlanError(
-            f"{os.fspath(path)} has plan version {data['autoshard_plan']}, this autoshard reads {VERSION}: plan again"
+            f"{os.fspath(path)} has plan version {data['autoshard_plan']}, this autoshard reads "
+            f"{VERSION}: plan again"
         )
     try:
         return _from_dict(data)
@@ -145,7 +151,8 @@ def load(path: str | os.PathLike) -> Plan:
 
 
 def key_path(path: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Returns a pytree path as (kind, key) pairs: "item" of a sequence, "key" of a dict, "field" of an object."""
+    """Returns a pytree path as (kind, key) pairs: "item" of a sequence, "key" of a dict, "field"
+    of an object."""
     kinds = {
         "SequenceKey": ("item", "idx"),
         "DictKey": ("key", "key"),

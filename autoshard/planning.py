@@ -29,7 +29,8 @@ from autoshard.trace import Program
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of `autoshard.plan` and `autoshard.jit` that are not the program or the mesh."""
+    """The arguments of `autoshard.plan` and `autoshard.jit` that are not the program or the
+    mesh."""
 
     hardware: str | Hardware | None = None
     memory_limit_bytes: float | None = None
@@ -87,7 +88,8 @@ def target(mesh: MeshLike, options: Options) -> Target:
     if hardware is None:
         if devices is None:
             raise HardwareError(
-                f"mesh {shape} has no devices to read the hardware from: pass hardware='v5e' or another preset"
+                f"mesh {shape} has no devices to read the hardware from: pass hardware='v5e' or "
+                "another preset"
             )
         hardware = from_device_kind(devices.flat[0].device_kind)
     elif isinstance(hardware, str):
@@ -100,7 +102,8 @@ def target(mesh: MeshLike, options: Options) -> Target:
 
 
 def pinned(program: Program, target: Target, options: Options) -> tuple[Program, Pins]:
-    """Resolves the user's pins; a result that they part from the argument it becomes is parted in the program too."""
+    """Resolves the user's pins; a result that they part from the argument it becomes is parted in
+    the program too."""
     tree = jax.tree.unflatten(program.in_tree, list(program.inputs))
     positional, keyword = tree
     parameters = [v.name.split("[")[0].split(".")[0] for v in program.inputs]
@@ -125,7 +128,8 @@ def pinned(program: Program, target: Target, options: Options) -> tuple[Program,
 
 
 def _parted(program: Program, i: int) -> Program:
-    """Returns the program with result `carried[i]` a result of its own, no longer argument i of the next call."""
+    """Returns the program with result `carried[i]` a result of its own, no longer argument i of
+    the next call."""
     k = program.carried[i]
     ops: list[Op] = []
     last = []
@@ -150,7 +154,8 @@ def leaf_ops(program: Program) -> list[Op]:
 def strategies(
     program: Program, rules: Sequence[Rule], target: Target, pins: Pins
 ) -> list[tuple[Strategy, ...]]:
-    """Returns the strategies of each of `graph.leaves()`; `rules` belong to the leaf operations in order."""
+    """Returns the strategies of each of `graph.leaves()`; `rules` belong to the leaf operations in
+    order."""
     rule = iter(rules)
     found = []
     for op in program.graph.leaves():
@@ -170,7 +175,7 @@ def strategies(
 
 def _user_constraint(op: Op, free: tuple[Strategy, ...], mesh: MeshShape) -> tuple[Strategy, ...]:
     """Returns only the strategies that keep a `with_sharding_constraint` of the user's program."""
-    sharding = op.eqn.params.get("sharding") if op.primitive == "sharding_constraint" else None  # type: ignore[attr-defined]
+    sharding = op.eqn.params.get("sharding") if op.primitive == "sharding_constraint" else None
     if not isinstance(sharding, NamedSharding):
         return free
     spec = tuple(sharding.spec) + (None,) * (len(op.results[0].shape) - len(sharding.spec))
@@ -180,7 +185,10 @@ def _user_constraint(op: Op, free: tuple[Strategy, ...], mesh: MeshShape) -> tup
         return free
     kept = tuple(
         s for s in free
-        if all(o or a == b for a, b, o in zip(s.results[0].dims, wanted.dims, open_dims, strict=True))
+        if all(
+            is_open or have == want
+            for have, want, is_open in zip(s.results[0].dims, wanted.dims, open_dims, strict=True)
+        )
     )  # fmt: skip
     return kept or (pinned_border(wanted, len(op.operands)),)
 
@@ -201,14 +209,15 @@ def check_solution(choices: Choices, solution: Solution) -> None:
             for (u, size), source in list(zip(live, sources, strict=True))[: explain.VALUES_SHOWN]
         )
         raise InfeasibleError(
-            f"no plan for {problem.name} fits {explain.bytes_text(limit)} per device: the smallest limit that would is "
-            f"{explain.bytes_text(least.peak_bytes)} ({least.peak_bytes:.0f} bytes). Largest live values at that peak: "
-            f"{largest}. Raise memory_limit_bytes, use more devices, shrink the batch, or rematerialise."
+            f"no plan for {problem.name} fits {explain.bytes_text(limit)} per device: the smallest "
+            f"limit that would is {explain.bytes_text(least.peak_bytes)} "
+            f"({least.peak_bytes:.0f} bytes). Largest live values at that peak: {largest}. Raise "
+            "memory_limit_bytes, use more devices, shrink the batch, or rematerialise."
         )
     if not solution.choices and choices.problem.nodes:
         raise NoSolutionError(
-            f"no feasible plan for {choices.problem.name} found in the time limit; the proven lower bound so far is "
-            f"{explain.seconds_text(solution.bound_s)}: raise time_limit_s"
+            f"no feasible plan for {choices.problem.name} found in the time limit; the proven "
+            f"lower bound so far is {explain.seconds_text(solution.bound_s)}: raise time_limit_s"
         )
 
 

@@ -1,7 +1,8 @@
 """Seconds that one operation computes on one device: the larger of arithmetic and memory traffic.
 
-Elementwise work rides on memory traffic: XLA fuses it into its reader, so only operands that are read from memory and
-results that are written to it count. "How to Scale Your Model", chapter 1: T = max(flops / peak, bytes / bandwidth).
+Elementwise work rides on memory traffic: XLA fuses it into its reader, so only operands that are
+read from memory and results that are written to it count. "How to Scale Your Model", chapter 1: T
+= max(flops / peak, bytes / bandwidth).
 """
 
 import math
@@ -11,7 +12,8 @@ import numpy as np
 from autoshard.graph import Kind, Op
 from autoshard.hardware import Chip
 
-# Operations that read or write only a window of their first operand: operand numbers whose bytes count.
+# Operations that read or write only a window of their first operand: operand numbers whose bytes
+# count.
 WINDOWED = {
     "gather": (1,),
     "dynamic_slice": (),
@@ -28,16 +30,17 @@ IN_PLACE = frozenset(name for name in WINDOWED if name.startswith("scatter") or 
 
 
 def flops(op: Op) -> float:
-    """Returns the floating-point operations of the whole, unsharded operation in one trip; 0 but for matmuls."""
+    """Returns the floating-point operations of the whole, unsharded operation in one trip; 0 but
+    for matmuls."""
     if op.kind is not Kind.LEAF:
         return 0.0
     if op.primitive == "dot_general":
-        ((lhs_contract, _), _) = op.eqn.params["dimension_numbers"]  # type: ignore[attr-defined]
-        contracted = math.prod(op.eqn.invars[0].aval.shape[d] for d in lhs_contract)  # type: ignore[attr-defined]
+        ((lhs_contract, _), _) = op.eqn.params["dimension_numbers"]
+        contracted = math.prod(op.eqn.invars[0].aval.shape[d] for d in lhs_contract)
         return 2.0 * math.prod(op.results[0].shape) * contracted
     if op.primitive == "conv_general_dilated":
-        kernel = op.eqn.invars[1].aval.shape  # type: ignore[attr-defined]
-        numbers = op.eqn.params["dimension_numbers"]  # type: ignore[attr-defined]
+        kernel = op.eqn.invars[1].aval.shape
+        numbers = op.eqn.params["dimension_numbers"]
         return (
             2.0
             * math.prod(op.results[0].shape)
@@ -45,7 +48,7 @@ def flops(op: Op) -> float:
             / max(1, kernel[numbers.rhs_spec[0]])
         )
     if op.primitive in ("ragged_dot", "ragged_dot_general"):
-        lhs = op.eqn.invars[0].aval.shape  # type: ignore[attr-defined]
+        lhs = op.eqn.invars[0].aval.shape
         return 2.0 * math.prod(op.results[0].shape) * lhs[-1]
     return 0.0
 

@@ -193,9 +193,12 @@ class _Reader:
             self.notes.append(
                 f"loop %{loop.name} ({where}): no constant trip count, its body is counted once"
             )
-        body = self.module.computations[loop.called["body"][0]]
-        inside = Scope(self.module, body, scope.invariants(loop))
-        return Loop(count, tuple(self.body(inside, trips * count)))
+        nodes: list[Node] = []
+        for part in ("condition", "body"):
+            computation = self.module.computations[loop.called[part][0]]
+            inside = Scope(self.module, computation, scope.invariants(loop))
+            nodes += self.body(inside, trips * count)
+        return Loop(count, tuple(nodes))
 
     def _branches(self, conditional: Instruction, trips: int) -> Node:
         names = [

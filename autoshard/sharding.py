@@ -3,8 +3,8 @@
 A running example, used in the docstrings below: the mesh `data=4,model=2` and an array `f32[16,8]`.
 Its sharding `f32[16@data,8@model]` gives each of the 8 devices a block of shape (4, 4).
 
-Invariants: an axis shards at most one dim of an array; several axes on one dim are written major first;
-a dim is sharded only by axes whose product divides it.
+Invariants: an axis shards at most one dim of an array; several axes on one dim are written major
+first; a dim is sharded only by axes whose product divides it.
 """
 
 import dataclasses

@@ -4,9 +4,11 @@ The rule `i k, k j -> i j` on the mesh `data=4,model=2` has, among others, the s
 
     i:data            [data,-], [-,-] -> [data,-]                        data parallel
     k:model           [-,model], [model,-] -> [-,-]  all-reduce(model)   row parallel
-    k:model>i         [-,model], [model,-] -> [model,-]  reduce-scatter  the same, result scattered over i
+    k:model>i         [-,model], [model,-] -> [model,-]  reduce-scatter  the same, result scattered
+    over i
 
-Partial sums never leave an operation: they are all-reduced, or reduce-scattered onto a dim of the result.
+Partial sums never leave an operation: they are all-reduced, or reduce-scattered onto a dim of the
+result.
 """
 
 import dataclasses
@@ -14,9 +16,9 @@ import functools
 import itertools
 from collections.abc import Iterator
 
+from autoshard.factors import Kind, Rule
 from autoshard.graph import Kind as OpKind
 from autoshard.graph import Op
-from autoshard.factors import Kind, Rule
 from autoshard.sharding import Axes, MeshShape, Sharding, all_shardings
 
 ORDERED_AXES = (
@@ -28,8 +30,9 @@ ORDERED_AXES = (
 class Strategy:
     """One way to run an operation on the mesh.
 
-    `partial` are the results before their partial sums are combined over the axes `reduced`; the axes `scattered`,
-    a subset of `reduced`, end up on dims of the result. `shards` counts the devices that share the computation.
+    `partial` are the results before their partial sums are combined over the axes `reduced`; the
+    axes `scattered`, a subset of `reduced`, end up on dims of the result. `shards` counts the
+    devices that share the computation.
     """
 
     operands: tuple[Sharding, ...]
@@ -124,7 +127,8 @@ def _strategy(rule: Rule, mesh: MeshShape, factor_axes: tuple[Axes, ...]) -> Str
 
 
 def _project(dims, rule: Rule, mesh: MeshShape, factor_axes: tuple[Axes, ...]) -> Sharding | None:
-    """Returns the sharding of one array, or None if blocks of a merged dim would not be contiguous."""
+    """Returns the sharding of one array, or None if blocks of a merged dim would not be
+    contiguous."""
     sharded = []
     for factors in dims:
         axes: Axes = ()
@@ -140,7 +144,8 @@ def _project(dims, rule: Rule, mesh: MeshShape, factor_axes: tuple[Axes, ...]) -
 
 
 def _scatters(rule: Rule, mesh: MeshShape, strategy: Strategy) -> Iterator[Strategy]:
-    """Yields the variants that reduce-scatter some of the reduced axes onto dims of the one result."""
+    """Yields the variants that reduce-scatter some of the reduced axes onto dims of the one
+    result."""
     if not strategy.reduced or len(strategy.results) != 1 or rule.reduction != "add":
         return
     (result,) = strategy.results
@@ -158,7 +163,8 @@ def _scatters(rule: Rule, mesh: MeshShape, strategy: Strategy) -> Iterator[Strat
 
 
 def _scatter_choices(axis_count: int, rank: int, free: bool) -> list[tuple[int | None, ...]]:
-    """Returns the dim, or None, that each reduced axis is scattered onto; all onto one dim unless `free`."""
+    """Returns the dim, or None, that each reduced axis is scattered onto; all onto one dim unless
+    `free`."""
     if free:
         return list(itertools.product([None, *range(rank)], repeat=axis_count))
     masks = itertools.product([False, True], repeat=axis_count)

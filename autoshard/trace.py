@@ -1,4 +1,5 @@
-"""A function and its arguments -> a jaxpr -> a Graph, with argument paths, source lines and donation."""
+"""A function and its arguments -> a jaxpr -> a Graph, with argument paths, source lines and
+donation."""
 
 import dataclasses
 import functools
@@ -23,8 +24,9 @@ WHILE_TRIPS = (
 class Program:
     """A traced function.
 
-    `inputs` and `outputs` are the flat array arguments and results in pytree order; `carried[i]` is the output that
-    the next call takes as input i (a train step's state), or None; `donated[i]` says whether input i is donated.
+    `inputs` and `outputs` are the flat array arguments and results in pytree order; `carried[i]`
+    is the output that the next call takes as input i (a train step's state), or None; `donated[i]`
+    says whether input i is donated.
     """
 
     graph: Graph
@@ -54,8 +56,10 @@ def trace(
     """Traces `fn(*args, **kwargs)`; nothing is allocated and nothing runs.
 
     Args:
-      args: pytrees of arrays, NumPy arrays, Python scalars or ShapeDtypeStructs; static ones as they are.
-      carried: whether results that match an argument's pytree become that argument of the next call.
+      args: pytrees of arrays, NumPy arrays, Python scalars or ShapeDtypeStructs; static ones as
+        they are.
+      carried: whether results that match an argument's pytree become that argument of the next
+        call.
 
     Raises:
       ArgumentError: a leaf that is not an array, named by its path.
@@ -100,7 +104,8 @@ def trace(
 
 
 def abstract_tree(tree: Any, name: str) -> Any:
-    """Replaces each array leaf by its ShapeDtypeStruct, so that no sharding of the argument reaches the trace."""
+    """Replaces each array leaf by its ShapeDtypeStruct, so that no sharding of the argument
+    reaches the trace."""
 
     def abstract(path, leaf):
         try:
@@ -109,8 +114,8 @@ def abstract_tree(tree: Any, name: str) -> Any:
         except (TypeError, AttributeError):
             where = name + jax.tree_util.keystr(path)
             raise ArgumentError(
-                f"{where} is {leaf!r} of type {type(leaf).__name__}, wanted an array: pass an array or a "
-                "jax.ShapeDtypeStruct, or list the argument in static_argnums"
+                f"{where} is {leaf!r} of type {type(leaf).__name__}, wanted an array: "
+                "pass an array or a jax.ShapeDtypeStruct, or list the argument in static_argnums"
             ) from None
 
     return jax.tree_util.tree_map_with_path(abstract, tree)
@@ -162,7 +167,8 @@ def _input_names(fn: Callable, args_info: Any, dynamic: Sequence[int]) -> list[s
 def _carried(args_info: Any, out_info: Any) -> dict[int, int]:
     """Matches arguments to results of the same pytree and avals: input index -> output index.
 
-    Only whole arguments of more than one leaf, or donated ones, are matched; each result serves once.
+    Only whole arguments of more than one leaf, or donated ones, are matched; each result serves
+    once.
     """
     positional, keyword = args_info
     results, start = [], 0

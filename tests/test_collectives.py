@@ -187,6 +187,21 @@ def test_zero_3_moves_half_again_as_much_as_data_parallel():
     assert cost.s_per_byte / linear(Kind.ALL_REDUCE, H100, axes).s_per_byte == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize(
+    "kind, hardware, expected",
+    [
+        (Kind.ALL_GATHER, "v5e", True),
+        (Kind.PERMUTE, "v5e", True),
+        (Kind.ALL_REDUCE, "v5e", False),
+        (Kind.ALL_TO_ALL, "v5e", False),
+        (Kind.ALL_REDUCE, "h100", True),
+        (Kind.ALL_GATHER, "cpu", False),
+    ],
+)
+def test_what_overlaps(kind, hardware, expected):
+    assert collectives.overlaps(kind, on(hardware, "x=8"), ("x",)) is expected
+
+
 def test_wire_bytes():
     mesh = MeshShape.parse("a=4,b=1")
     sent = {k: wire_bytes(k, mesh, ("a",), 4.0) for k in Kind}

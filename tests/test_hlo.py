@@ -179,3 +179,83 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     a, b = from_text(text, MeshShape.parse("data=2")).collectives
     assert (a.source, a.op_name) == ("train.py:12 (step)", "neg")
     assert b.source == "b.py:7"
+
+
+WRAPPED = """HloModule m, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%scatter (p: f32[8,4]) -> f32[2,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %rs = f32[2,4]{1,0} reduce-scatter(%p), channel_id=1, GROUPS
+}
+
+%commands (p: f32[2,4]) -> f32[2,4] {
+  %p = f32[2,4]{1,0} parameter(0)
+  %peer = ((f32[2,4]{1,0}), u32[], token[]) send(%p, %token), channel_id=2, PAIRS
+  ROOT %q = f32[2,4]{1,0} negate(%p)
+}
+
+ENTRY %main (x: f32[8,4]) -> f32[2,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %start = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%x), calls=%scatter
+  %update = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-update(%start)
+  %done = f32[2,4]{1,0} async-done(%update)
+  ROOT %call = f32[2,4]{1,0} call(%done), to_apply=%commands
+}
+"""
+
+
+def test_collectives_in_async_wrappers_and_calls():
+    text = WRAPPED.replace(
+        "PAIRS", "frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{1,0}}}"
+    ).replace("GROUPS", "replica_groups=[1,4]<=[4], use_global_device_ids=true, to_apply=%add")
+    scatter, permute = from_text(text, MeshShape.parse("a=2,b=2")).collectives
+    assert (scatter.kind, scatter.bytes, scatter.axes) == ("reduce-scatter", 128, ("a", "b"))
+    assert scatter.asynchronous and scatter.shape == "f32[8,4]"
+    assert (permute.kind, permute.bytes, permute.axes) == ("collective-permute", 32, ("b",))
+
+
+def test_a_peeled_clone_runs_once_more_on_the_same_channel():
+    text = LOOP.format(T="s32", stride=1, direction="LT", first=1, limit=6)
+    before = "  %first = s32[] constant(1)"
+    clone = "  %m = f32[8] collective-permute(%x), channel_id=1, source_target_pairs={{0,1},{1,0}}"
+    (c,) = from_text(text.replace(before, f"{clone}\n{before}"), MeshShape.parse("a=4")).collectives
+    assert c.trips == 1 + 5 and c.group_size == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "nbytes"),
+    [
+        ("ALL_GATHER", "all-gather", 2 * 128),
+        ("ALL_REDUCE", "all-reduce", 128),
+        ("REDUCE_SCATTER", "reduce-scatter", 128),
+        ("ALL_TO_ALL", "all-to-all", 128),
+    ],
+)
+def test_messages_between_slices_are_one_collective(kind, name, nbytes):
+    attributes = (
+        "is_host_transfer=true, frontend_attributes={"
+        '_xla_host_transfer_rendezvous="all.1_0",_xla_megascale_target="{1,2}x{0:4}",'
+        f'_xla_megascale_transfer_type="{kind}"}}'
+    )
+    text = f"""HloModule m, is_scheduled=true, num_partitions=4
+
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
+  %x = f32[8,4]{{1,0}} parameter(0)
+  %t = token[] after-all()
+  %send = (f32[8,4]{{1,0}}, u32[], token[]) send(%x, %t), channel_id=2, {attributes}
+  %recv = (f32[8,4]{{1,0}}, u32[], token[]) recv(%t), channel_id=1, {attributes}
+  %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %done = (f32[8,4]{{1,0}}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  ROOT %y = f32[8,4]{{1,0}} get-tuple-element(%done), index=0
+}}
+"""
+    (c,) = from_text(text, MeshShape.parse("slice=2,data=4")).collectives
+    assert (c.kind, c.axes, c.bytes, c.group_size) == (name, ("slice",), nbytes, 2)
+    (turned,) = from_text(text, MeshShape.parse("data=4,slice=2"), slice_ids=[0, 1] * 4).collectives
+    assert turned.axes == ("slice",)

@@ -267,6 +267,7 @@ def test_a_loop_nobody_can_count_is_counted_once_and_said(target):
     x = array(mesh, (256, 256), "float32", "data")
     step = step_of(f, x, array(mesh, (256, 256), "float32", "model"), mesh=mesh, out=P("data"))
     assert {c.trips for c in step.collectives} == {1}
+    assert {c.bytes for c in step.collectives if c.bytes < 64} == {4}  # the condition's sum
     assert len(step.notes) == 1 and "no constant trip count" in step.notes[0]
     assert "test_inspect.py" in step.notes[0] and step.notes[0] in str(step)
 

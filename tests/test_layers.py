@@ -1,4 +1,5 @@
-"""The shape of the code: imports run one way, files and functions stay small, secrets stay in their module."""
+"""The shape of the code: imports run one way, files and functions stay small, secrets stay in
+their module."""
 
 import ast
 import pathlib

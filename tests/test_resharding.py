@@ -222,15 +222,13 @@ def test_full_bytes_are_what_the_collective_is_priced_by():
 
 
 def test_sequence_to_heads_is_one_all_to_all_of_the_local_bytes():
-    """DeepSpeed-Ulysses (Jacobs et al., 2023): [batch, sequence, heads, width], 1/n of the array each."""
+    """DeepSpeed-Ulysses (Jacobs et al., 2023): [batch, sequence, heads, width], 1/n each."""
     found = build((2, 1024, 16, 64), "x=8", "h100", itemsize=2)
     (step,) = found.steps(sharding("", "x", "", ""), sharding("", "", "x", ""))
     total = 2 * 1024 * 16 * 64 * 2
     assert (step.kind, step.axes, step.full_bytes) == (Kind.ALL_TO_ALL, ("x",), total / 8)
-    assert (
-        wire_bytes(step.kind, MeshShape.parse("x=8"), step.axes, step.full_bytes)
-        == total / 8 * 7 / 8
-    )
+    sent = wire_bytes(step.kind, MeshShape.parse("x=8"), step.axes, step.full_bytes)
+    assert sent == total / 8 * 7 / 8
 
 
 def test_slices_are_nearly_free_and_gathers_are_not():
@@ -256,7 +254,7 @@ def test_swapping_axes_is_a_permute():
 
 
 def test_a_slow_axis_is_crossed_with_few_bytes():
-    """From rows over the slow axis to columns over the fast one: split first, gather what is left."""
+    """From rows over the slow axis to columns over the fast: split first, gather what is left."""
     lab = Hardware(
         "lab",
         preset("v5e").chip,

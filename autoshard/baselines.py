@@ -1,0 +1,136 @@
+"""The plans that everyone knows, in the same model: a yardstick for ours, and hints for the solver.
+
+Each fixes how arguments lie and along which axes the batch is split, then walks the program once:
+what carries the batch keeps it split, everything else takes what is cheapest after its operands.
+Data parallel, FSDP and their mixes with a free axis (which the walk fills as it likes) come out.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from autoshard.cost import Choices
+from autoshard.graph import Kind, Op
+from autoshard.sharding import Axes, Sharding
+from autoshard.strategies import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """A known plan: its choices, objective and peak in our model."""
+
+    name: str
+    choices: tuple[int, ...]
+    objective_s: float
+    peak_bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.objective_s:.6g} s, {self.peak_bytes:.6g} bytes"
+
+
+def baselines(choices: Choices, carried: tuple[int | None, ...]) -> list[Baseline]:
+    """Returns the distinct known plans of a program, in a fixed order.
+
+    Args:
+      carried: for each argument, the result that becomes it, or None: what is not carried is the
+        batch.
+    """
+    mesh = choices.topology.mesh
+    names = tuple(name for name, size in mesh.axes if size > 1)
+    found: dict[tuple[int, ...], Baseline] = {}
+    for count in range(len(names), 0, -1):
+        for batch in itertools.combinations(names, count):
+            rest = tuple(a for a in names if a not in batch)
+            for state in dict.fromkeys(((), batch, names)):
+                picked = _Walk(choices, carried, batch, state).run()
+                if picked not in found:
+                    problem = choices.problem
+                    found[picked] = Baseline(
+                        _name(batch, state, rest),
+                        picked,
+                        problem.objective_s(picked),
+                        problem.peak_bytes(picked),
+                    )
+    return list(found.values())
+
+
+def _name(batch: Axes, state: Axes, rest: Axes) -> str:
+    kind = f"FSDP over {','.join(state)}" if state else "replicated state"
+    return f"batch over {','.join(batch)}, {kind}" + (f", {','.join(rest)} free" if rest else "")
+
+
+class _Walk:
+    """One pass in execution order; `batch_dim` holds the batch dim of each value that has one."""
+
+    def __init__(self, choices: Choices, carried, batch: Axes, state: Axes):
+        self.choices, self.carried, self.batch, self.state = choices, carried, batch, state
+        self.batch_dim: dict[int, int] = {}
+        self.picked: list[int] = []
+        self.incoming: list[list] = [[] for _ in choices.ops]
+        for edge in choices.problem.edges:
+            a, b, costs = edge.a, edge.b, edge.costs_s
+            self.incoming[max(a, b)].append((min(a, b), costs if a < b else costs.T))
+
+    def run(self) -> tuple[int, ...]:
+        for i, op in enumerate(self.choices.ops):
+            strategies = self.choices.strategies[i]
+            costs = self.choices.problem.nodes[i].costs_s.copy()
+            for j, matrix in self.incoming[i]:
+                costs = costs + matrix[self.picked[j]]
+            allowed = (
+                self._input(op, strategies) if op.kind is Kind.INPUT else self._kept(op, strategies)
+            )
+            open_positions = (
+                np.flatnonzero(allowed) if allowed.any() else np.arange(len(strategies))
+            )
+            best = int(open_positions[np.argmin(costs[open_positions])])
+            self.picked.append(best)
+            self._label(op, strategies[best])
+        return tuple(self.picked)
+
+    def _input(self, op: Op, strategies: tuple[Strategy, ...]) -> np.ndarray:
+        """The state lies whole or split along its largest dim; of the batch, the first dim is
+        split."""
+        index, shape = int(op.path.removeprefix("in")), op.results[0].shape
+        is_state = self.carried[index] is not None
+        axes = self.state if is_state else self.batch
+        order = sorted(range(len(shape)), key=lambda d: (-shape[d], -d)) if is_state else [0]
+        for d in order if shape else []:
+            dims: list[Axes] = [()] * len(shape)
+            dims[d] = axes
+            wanted = [s.results[0] == Sharding(tuple(dims)) for s in strategies]
+            if any(wanted):
+                return np.array(wanted)
+        return np.array([s.results[0].is_replicated for s in strategies])
+
+    def _kept(self, op: Op, strategies: tuple[Strategy, ...]) -> np.ndarray:
+        """Which strategies split every operand's batch dim, and nothing else, along the batch
+        axes."""
+        labels = [
+            (k, self.batch_dim[id(v)])
+            for k, v in enumerate(op.operands)
+            if v is not None and id(v) in self.batch_dim
+        ]
+        batch = set(self.batch)
+
+        def keeps(s: Strategy) -> bool:
+            return all(
+                s.operands[k].dims[d] == self.batch
+                and not any(
+                    batch & set(axes) for e, axes in enumerate(s.operands[k].dims) if e != d
+                )
+                for k, d in labels
+            )
+
+        return np.array([keeps(s) for s in strategies])
+
+    def _label(self, op: Op, strategy: Strategy) -> None:
+        has_batch = any(v is not None and id(v) in self.batch_dim for v in op.operands)
+        is_batch_input = op.kind is Kind.INPUT and self.carried[int(op.path[2:])] is None
+        if not has_batch and not is_batch_input:
+            return
+        for value, partial in zip(op.results, strategy.partial, strict=True):
+            for d, axes in enumerate(partial.dims):
+                if axes == self.batch:
+                    self.batch_dim[id(value)] = d
