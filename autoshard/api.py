@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard import cost, emit, planning
+from autoshard.baselines import baselines
 from autoshard.hardware import Hardware
 from autoshard.jitted import JittedFunction, PlannedFunction
 from autoshard.meshes import MeshLike
@@ -140,11 +141,16 @@ def _plan_on(
             target.memory_limit_bytes,
             program.name,
         )
+    with stages.stage("known plans"):
+        known = baselines(choices, program.carried)
     with stages.stage("solve"):
-        solution = solve(choices.problem, time_limit_s=options.time_limit_s)
-        planning.check_solution(choices, solution)
+        hints = planning.hints(choices.problem, known)
+        solution = solve(choices.problem, time_limit_s=options.time_limit_s, hints=hints)
+        solution = planning.better(choices, solution, hints)
     with stages.stage("emit"):
         constraints = emit.constraints(choices, solution.choices)
         collectives = emit.planned_collectives(choices, solution.choices)
-    plan = planning.assemble(program, target, choices, solution, constraints, collectives, stages)
+    plan = planning.assemble(
+        program, target, choices, solution, known, constraints, collectives, stages
+    )
     return planning.Planned(plan, fn, program, options.static_argnums)

@@ -16,7 +16,7 @@ from jax.extend import source_info_util
 from jax.sharding import NamedSharding
 
 from autoshard.graph import read_path
-from autoshard.sharding import Sharding
+from autoshard.sharding import Axes, Sharding
 from autoshard.trace import CALLS, as_closed, body_params, live_equations
 
 Chain = tuple[Sharding, ...]  # the shardings that a value takes on, one after the other
@@ -25,21 +25,42 @@ INLINED = ("jit", "pjit", "closed_call", "core_call")
 
 
 @dataclasses.dataclass(frozen=True)
+class Scatter:
+    """An operation that runs on its blocks, and whose one partial result is reduce-scattered.
+
+    `dims` are the axes scattered onto each dim of the result, `summed` those all-reduced after.
+    """
+
+    operands: Chain
+    result: Sharding
+    dims: tuple[Axes, ...]
+    summed: Axes
+
+    def __str__(self) -> str:
+        dims = ", ".join(f"{','.join(axes)} onto dim {d}" for d, axes in enumerate(self.dims) if axes)
+        return f"reduce-scatter {dims}" + (f", all-reduce {','.join(self.summed)}" if self.summed else "")
+
+
+@dataclasses.dataclass(frozen=True)
 class Constraints:
     """The shardings to emit.
 
     `operands[path, k]` before operation `path` reads its operand k, `results[path, k]` on its
-    result k; each a chain.
+    result k; each a chain. `scatters[path]`: run the operation on its blocks.
     """
 
     operands: Mapping[tuple[str, int], Chain]
     results: Mapping[tuple[str, int], Chain]
+    scatters: Mapping[str, Scatter] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.operands) + len(self.results)
+        return len(self.operands) + len(self.results) + len(self.scatters)
 
     def __str__(self) -> str:
-        return f"{len(self.operands)} on operands, {len(self.results)} on results"
+        return (
+            f"{len(self.operands)} on operands, {len(self.results)} on results, "
+            f"{len(self.scatters)} reduce-scattered"
+        )
 
 
 def constrained(
@@ -104,8 +125,25 @@ class _Evaluation:
         if nested is not None:
             return nested(self, eqn, args, path)
         args = [self.operand(x, path, k) for k, x in enumerate(args)]
-        outs = _bind(eqn, args, eqn.params)
+        scatter = self.constraints.scatters.get(path)
+        outs = _bind(eqn, args, eqn.params) if scatter is None else self.blocks(eqn, args, scatter)
         return [self.produced(x, path, k) for k, x in enumerate(outs)]
+
+    def blocks(self, eqn: jex.JaxprEqn, args: list[Any], scatter: Scatter) -> list[Any]:
+        """Binds the equation on each device's blocks and reduce-scatters its partial result."""
+
+        def local(*xs):
+            (out,) = _bind(eqn, xs, eqn.params)
+            for d, axes in enumerate(scatter.dims):
+                if axes:
+                    out = jax.lax.psum_scatter(out, axes, scatter_dimension=d, tiled=True)
+            return jax.lax.psum(out, scatter.summed) if scatter.summed else out
+
+        specs = tuple(s.to_spec() for s in scatter.operands)
+        run = jax.shard_map(
+            local, mesh=self.mesh, in_specs=specs, out_specs=scatter.result.to_spec(), check_vma=False
+        )
+        return [run(*args)]
 
     def call(self, eqn: jex.JaxprEqn, args: list[Any], path: str) -> list[Any]:
         (name,) = body_params(eqn)

@@ -1,8 +1,8 @@
 """Measures the devices at hand and fits the cost model to them, in under a minute.
 
 Every device works at the same time, as in a real step: virtual CPU devices share their cores. For
-each mesh axis one factor scales the start-up of the presumed link and one its seconds per byte, such
-that the relative errors over all collectives and sizes are least.
+each mesh axis one factor scales the start-up of the presumed link and one its seconds per byte,
+such that the relative errors over all collectives and sizes are least.
 """
 
 import dataclasses
@@ -158,7 +158,7 @@ def _presumed(mesh: Mesh) -> Hardware:
 
 
 def _scales(samples: list[Sample], presumed: Topology) -> tuple[float, float]:
-    """Returns factors of start-up and seconds per byte with the least absolute error of the logarithm.
+    """Returns the factors of start-up and seconds per byte with the least mean error in log time.
 
     A few wild samples (another process took the cores) do not move it, as they would least squares.
     """

@@ -47,9 +47,7 @@ class Composition:
         self._resized: list[bool] = []
         self._reductions: list[tuple[str, ...]] = []
 
-    def new_factor(
-        self, size: int, limit: Limit = Limit.NONE, reduction: str | None = None
-    ) -> int:
+    def new_factor(self, size: int, limit: Limit = Limit.NONE, reduction: str | None = None) -> int:
         self._parent.append(len(self._parent))
         self._parts.append(None)
         self._size.append(size)
@@ -122,9 +120,7 @@ class Composition:
         in_results = {f for array in outs for dim in array for f in dim}
         order = list(dict.fromkeys(f for array in (*ins, *outs) for dim in array for f in dim))
         reducing = [f for f in order if f in in_operands and f not in in_results]
-        reduction = next(
-            (self._reductions[f][0] for f in reducing if self._reducible(f)), "add"
-        )
+        reduction = next((self._reductions[f][0] for f in reducing if self._reducible(f)), "add")
         kinds = {f: self._kind(f, f in in_results, reduction) for f in order}
         return rule_from_arrays(ins, outs, {f: self._size[f] for f in order}, kinds, reduction)
 
@@ -189,8 +185,7 @@ class Composition:
         if self._size[node] == major:
             return [node]
         parts = [
-            self.new_factor(size, self._limit[node])
-            for size in (major, self._size[node] // major)
+            self.new_factor(size, self._limit[node]) for size in (major, self._size[node] // major)
         ]
         for part in parts:
             self._reductions[part] = self._reductions[node]

@@ -41,6 +41,8 @@ def text(plan: "Plan") -> str:
         "largest live values at the memory peak, predicted per device",
         *(f"  {bytes_text(size):>10}  {name}" for name, size in plan.live_at_peak[:VALUES_SHOWN]),
     ]
+    if plan.known:
+        lines += ["", "known plans in the same model", *_known(plan)]
     if plan.stages:
         lines += ["", "planning: " + ", ".join(f"{name} {s:.2f} s" for name, s in plan.stages)]
     return "\n".join(lines)
@@ -50,6 +52,18 @@ def _arrays(arrays: "Iterable[Array]") -> list[str]:
     rows = [(a.name, a.sharding.text(a.shape, a.dtype)) for a in arrays]
     width = max((len(name) for name, _ in rows), default=0)
     return [f"  {name:<{width}}  {form}" for name, form in rows] or ["  none"]
+
+
+def _known(plan: "Plan") -> list[str]:
+    lines = []
+    for name, objective, peak in sorted(plan.known, key=lambda entry: entry[1]):
+        ratio = f"{objective / plan.objective_s:.3f} x ours" if plan.objective_s > 0 else ""
+        fits = plan.memory_limit_bytes is None or peak <= plan.memory_limit_bytes
+        lines.append(
+            f"  {seconds_text(objective):>10}  {ratio}  {name}, peak {bytes_text(peak)}"
+            f"{'' if fits else ', does not fit'}"
+        )
+    return lines
 
 
 def _collectives(plan: "Plan") -> list[str]:

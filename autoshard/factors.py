@@ -3,10 +3,10 @@
 The running example is a matrix product, whose rule is `i k, k j -> i j {i=32, k=64:reduce, j=128}`.
 A dim that is made of several factors is written in parentheses, major first: `(i j) k -> i j k`.
 
-Sharding a factor over mesh axes means that every dim carrying it is split into equal blocks over them.
+Sharding a factor over mesh axes means that every dim carrying it is split into equal blocks.
 
 Invariants: the sizes of a dim's factors multiply to the dim's size, except that a permutation or
-need-replication factor alone in its dim may stand for dims of different sizes (slice, pad, concatenate);
+need-replication factor alone in its dim may stand for dims of different sizes (slice, pad);
 a factor appears at most once in an array; a dim of size 1 carries no factor.
 """
 
@@ -102,7 +102,7 @@ class Rule:
         return None
 
     def __str__(self) -> str:
-        """`i k, k j -> i j {i=32, k=64:reduce, j=128}`; a scalar is written `.`, a size-1 dim `1`."""
+        """`i j, j k -> i k {i=32, j=64:reduce, k=128}`; a scalar is `.`, a size-1 dim `1`."""
         operands = ", ".join(_array_text(dims) for dims in self.operands)
         results = ", ".join(_array_text(dims) for dims in self.results)
         factors = ", ".join(self._factor_text(f) for f in range(len(self.sizes)))
@@ -201,7 +201,7 @@ def same_arrays(shapes: Sequence[tuple[int, ...]], operand_count: int) -> Rule:
 def replicated(
     operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tuple[int, ...]]
 ) -> Rule:
-    """Returns the rule that is right for any op: every dim is a need-replication factor of its own."""
+    """Returns the rule right for any op: each dim is a need-replication factor of its own."""
     counter = itertools.count()
     sizes: dict[int, int] = {}
 

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from autoshard import explain
-from autoshard.apply import Constraints
+from autoshard.apply import Constraints, Scatter
 from autoshard.emit import PlannedCollective
 from autoshard.errors import PlanError
 from autoshard.problem import Status
@@ -69,6 +69,7 @@ class Plan:
     step_time_s: float
     peak_bytes: float
     memory_limit_bytes: float | None
+    known: tuple[tuple[str, float, float], ...]  # known plans: name, objective in seconds, peak bytes
     stages: tuple[tuple[str, float], ...] = dataclasses.field(default=(), compare=False)
     trees: tuple[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
     devices: Mesh | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -195,6 +196,7 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
         for f in dataclasses.fields(Plan)
         if f.name not in ("stages", "trees", "devices")
     }
+    c = plan.constraints
     return plain | {
         "autoshard_plan": VERSION,
         "mesh": [list(axis) for axis in plan.mesh.axes],
@@ -202,11 +204,30 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
         "results": [_array_to_dict(r) for r in plan.results],
         "constraints": {
             role: [[path, k, [_dims(s) for s in chain]] for (path, k), chain in table.items()]
-            for role, table in vars(plan.constraints).items()
-        },
+            for role, table in (("operands", c.operands), ("results", c.results))
+        }
+        | {"scatters": [[path, _scatter_to_dict(s)] for path, s in c.scatters.items()]},
         "collectives": [dataclasses.asdict(c) for c in plan.collectives],
         "status": plan.status.name,
     }
+
+
+def _scatter_to_dict(scatter: Scatter) -> dict[str, Any]:
+    return {
+        "operands": [_dims(s) for s in scatter.operands],
+        "result": _dims(scatter.result),
+        "dims": [list(axes) for axes in scatter.dims],
+        "summed": list(scatter.summed),
+    }
+
+
+def _scatter_from_dict(data: dict[str, Any]) -> Scatter:
+    return Scatter(
+        tuple(map(_sharding, data["operands"])),
+        _sharding(data["result"]),
+        tuple(map(tuple, data["dims"])),
+        tuple(data["summed"]),
+    )
 
 
 def _array_to_dict(array: Array) -> dict[str, Any]:
@@ -233,7 +254,8 @@ def _from_dict(data: dict[str, Any]) -> Plan:
                 for path, k, chain in data["constraints"][role]
             }
             for role in ("operands", "results")
-        )
+        ),
+        {path: _scatter_from_dict(s) for path, s in data["constraints"]["scatters"]},
     )
     collectives = tuple(
         PlannedCollective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]
@@ -254,4 +276,5 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         collectives=collectives,
         live_at_peak=tuple((str(n), float(b)) for n, b in data["live_at_peak"]),
         status=Status[data["status"]],
+        known=tuple((str(n), float(s), float(b)) for n, s, b in data["known"]),
     )

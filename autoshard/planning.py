@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import explain, pins
+from autoshard.baselines import Baseline
 from autoshard.cost import Choices
 from autoshard.emit import PlannedCollective
 from autoshard.errors import HardwareError, InfeasibleError, NoSolutionError
@@ -17,7 +18,7 @@ from autoshard.hardware import Hardware, from_device_kind, preset
 from autoshard.jitted import PlannedFunction, planned_function
 from autoshard.meshes import MeshLike, candidate_shapes, concrete_mesh, devices_of, mesh_shape
 from autoshard.plan import Array, Plan, key_path
-from autoshard.problem import Solution, Status
+from autoshard.problem import ShardingProblem, Solution, Status
 from autoshard.sharding import MeshShape, Sharding
 from autoshard.solve import smallest_peak
 from autoshard.stages import Stages
@@ -193,11 +194,34 @@ def _user_constraint(op: Op, free: tuple[Strategy, ...], mesh: MeshShape) -> tup
     return kept or (pinned_border(wanted, len(op.operands)),)
 
 
-def check_solution(choices: Choices, solution: Solution) -> None:
-    """Raises:
-    InfeasibleError: with the smallest limit that would fit and what fills it.
-    NoSolutionError: the time limit struck first.
+def hints(problem: ShardingProblem, known: Sequence[Baseline]) -> list[tuple[int, ...]]:
+    """Returns the choices of the known plans that fit, best first."""
+    limit = problem.usage_limit_bytes
+    fitting = [b for b in known if limit is None or b.peak_bytes <= limit]
+    return [b.choices for b in sorted(fitting, key=lambda b: b.objective_s)]
+
+
+def better(choices: Choices, solution: Solution, hints: Sequence[Sequence[int]]) -> Solution:
+    """Returns the solution, or the best known plan where that costs less.
+
+    Raises:
+      InfeasibleError: with the smallest limit that would fit and what fills it.
+      NoSolutionError: the time limit struck before anything was found.
     """
+    problem = choices.problem
+    if hints and problem.objective_s(hints[0]) < solution.objective_s:
+        return dataclasses.replace(
+            solution,
+            choices=tuple(hints[0]),
+            objective_s=problem.objective_s(hints[0]),
+            peak_bytes=problem.peak_bytes(hints[0]),
+            status=Status.FEASIBLE,
+        )
+    _check_solution(choices, solution)
+    return solution
+
+
+def _check_solution(choices: Choices, solution: Solution) -> None:
     if solution.status is Status.INFEASIBLE:
         problem = choices.problem
         least = smallest_peak(dataclasses.replace(problem, usage_limit_bytes=None))
@@ -226,6 +250,7 @@ def assemble(
     target: Target,
     choices: Choices,
     solution: Solution,
+    known: Sequence[Baseline],
     constraints: Any,
     collectives: Sequence[PlannedCollective],
     stages: Stages,
@@ -270,6 +295,7 @@ def assemble(
         step_time_s=solution.objective_s,
         peak_bytes=solution.peak_bytes,
         memory_limit_bytes=target.memory_limit_bytes,
+        known=tuple((b.name, b.objective_s, b.peak_bytes) for b in known),
         stages=tuple(stages.times.items()),
         trees=(program.in_tree, program.out_tree),
         devices=target.devices,

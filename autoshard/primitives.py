@@ -1,8 +1,8 @@
 """Where Shardy's own rule is not enough: rules written by hand, corrections, and what stays whole.
 
 RULES are whole rules, for primitives whose lowering hides what they do.
-CORRECTIONS change the kinds of Shardy's rule where the compiled program says otherwise: a factor that
-it shards by gathering the operand needs replication, one that it shards without exchange passes.
+CORRECTIONS change the kinds of Shardy's rule where the compiled program says otherwise: a factor
+that is sharded by gathering the operand needs replication, one without exchange passes.
 REPLICATED are primitives declared replicated, each with its reason.
 """
 
@@ -92,7 +92,7 @@ def _whole_where_updated(eqn: JaxprEqn, rule: Rule) -> Rule:
 
 
 def _convolution(eqn: JaxprEqn, rule: Rule) -> Rule:
-    """A sharded sum over space, or within batch groups, is compiled to a sum over too many devices.
+    """A sharded sum over space is compiled to a sum over too many devices, so space is whole there.
 
     A 1 x 1 kernel has no halo. With a stride it has none either, but sharding the output features
     beside it is then compiled to an exchange of the operand.
@@ -103,11 +103,13 @@ def _convolution(eqn: JaxprEqn, rule: Rule) -> Rule:
     for n, (lhs, out) in enumerate(zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True)):
         if p["lhs_dilation"][n] == p["window_strides"][n] == 1 and p["padding"][n] == (0, 0):
             rule = _align(eqn, rule, lhs, out, kernel[numbers.rhs_spec[2 + n]], 1)
-    if p["batch_group_count"] > 1:
-        wrong = set(range(len(rule.kinds)))
-    else:
-        wrong = {f for d in numbers.lhs_spec[2:] for f in rule.operands[0][d]}
-    wrong = [f for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and f in wrong]
+    if p["batch_group_count"] > 1:  # the partitioner aborts on some shardings of the groups
+        return _with_kinds(rule, dict.fromkeys(range(len(rule.kinds)), Kind.REPLICATE))
+    space = {f for d in numbers.lhs_spec[2:] for f in rule.operands[0][d]}
+    wrong = [f for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and f in space]
+    groups = p["feature_group_count"]
+    if 1 < groups < kernel[numbers.rhs_spec[0]] and kernel[numbers.rhs_spec[1]] == 1:
+        wrong += rule.results[0][numbers.out_spec[1]][:1]  # TPUs gather the operand of this one
     return _with_kinds(rule, dict.fromkeys(wrong, Kind.REPLICATE))
 
 
@@ -170,7 +172,9 @@ CORRECTIONS: dict[str, Callable[[JaxprEqn, Rule], Rule]] = {
     "slice": _aligned_slice,
 }
 
-_CALL = "one library call on some platforms, which the partitioner does not enter: it gathers the batch"
+_CALL = (
+    "one library call on some platforms, which the partitioner does not enter: it gathers the batch"
+)
 _CALLBACK = "runs on the host, once, on whole arrays"
 _REFERENCE = "reads or writes a mutable reference, which has no sharding"
 _TOKEN = "orders effects, holds no array"
@@ -189,6 +193,7 @@ REPLICATED: dict[str, str] = {
     "custom_linear_solve": "solves by functions that call a matrix decomposition",
     "cholesky_update": "rotates one column after another",
     "rng_uniform": "the numbers drawn depend on how they are sharded",
+    "select_and_scatter": "bound by no public function",
     "shard_map": "its in_specs and out_specs say how it is sharded",
     "pallas_call": _FOREIGN,
     "ffi_call": _FOREIGN,

@@ -13,7 +13,9 @@ of the whole problem. The steps, by the name under which `Core.removed` counts t
   row         a memory row that cannot be exceeded, or that another row implies
 """
 
+import collections
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -40,17 +42,24 @@ class Core:
       room_bytes: [rows] what the limit leaves in each memory row for `usages`.
       constant_s: cost of what is already decided.
       removed: how often each reduction applied.
+
+    Args:
+      problem: what to reduce.
+      memory: whether its limit counts.
+      every_row: keep the memory rows that cannot be exceeded, for who asks how low the limit can be.
     """
 
-    def __init__(self, problem: ShardingProblem, memory: bool = True):
+    def __init__(self, problem: ShardingProblem, memory: bool = True, every_row: bool = False):
         self.costs: list[np.ndarray | None] = [node.costs_s.copy() for node in problem.nodes]
         self.kept = [np.arange(len(node.costs_s)) for node in problem.nodes]
         self.edges: list[dict[int, np.ndarray]] = [{} for _ in problem.nodes]
         self.usages: list[dict[Span, np.ndarray]] = [{} for _ in problem.nodes]
         self.constant_s = 0.0
+        self._every_row = every_row
         self.removed: dict[str, int] = {}
         self._undo: list[tuple[int, tuple[tuple[int, np.ndarray], ...], np.ndarray]] = []
-        self._dirty: dict[int, None] = dict.fromkeys(range(len(problem.nodes)))
+        self._queue = collections.deque(range(len(problem.nodes)))
+        self._queued = [True] * len(problem.nodes)
         limit = problem.usage_limit_bytes if memory else None
         first, last = live_rows(problem.usages)
         rows = int(last.max(initial=0)) if limit is not None else 0
@@ -86,18 +95,25 @@ class Core:
         spans, self.usages[i] = self.usages[i], {}
         for span, size in spans.items():
             self._add_usage(i, span, size[keep])
-        self._touch(i)
+        self._touch(i, *self.edges[i])
 
-    def reduce(self) -> None:
-        """Applies every reduction until none applies.
+    def forbid(self, i: int, j: int, pairs: np.ndarray) -> None:
+        """Forbids the pairs [S_i, S_j] of an edge."""
+        self._set_edge(i, j, np.where(pairs, np.inf, self.edges[i][j]))
+        self._touch(i, j)
+
+    def reduce(self, expired: Callable[[], bool] = lambda: False) -> None:
+        """Applies every reduction until none applies, or until `expired`; either way the core is sound.
 
         Raises:
           Infeasible: there is no choice.
         """
-        while self._dirty:
-            while self._dirty:
-                i = next(iter(self._dirty))
-                del self._dirty[i]
+        while self._queue:
+            while self._queue:
+                if expired():
+                    return
+                i = self._queue.popleft()
+                self._queued[i] = False
                 if self.costs[i] is not None:
                     self._reduce_node(i)
             self._reduce_rows()
@@ -114,7 +130,7 @@ class Core:
         if len(self.costs[i]) == 1:
             return self._remove_constant(i)
         for j in list(self.edges[i]):
-            if self._follow(i, j) or self._follow(j, i):
+            if j in self.edges[i] and self._merge(i, j):
                 return
         if len(self.edges[i]) <= 2 and self._eliminate(i):
             return
@@ -126,10 +142,11 @@ class Core:
     def _count(self, name: str, times: int = 1) -> None:
         self.removed[name] = self.removed.get(name, 0) + times
 
-    def _touch(self, i: int) -> None:
-        self._dirty[i] = None
-        for j in self.edges[i]:
-            self._dirty[j] = None
+    def _touch(self, *nodes: int) -> None:
+        for i in nodes:
+            if not self._queued[i]:
+                self._queued[i] = True
+                self._queue.append(i)
 
     def _set_edge(self, i: int, j: int, costs: np.ndarray) -> None:
         self.edges[i][j] = costs
@@ -166,14 +183,13 @@ class Core:
         self._undo.append((i, tuple((j, self.kept[j]) for j in keys), self.kept[i][table]))
         self.costs[i] = None
         self.usages[i] = {}
-        for j in keys:
-            self._touch(j)
+        self._touch(*keys)
 
     def _remove_constant(self, i: int) -> None:
         self.constant_s += float(self.costs[i][0])
         for j, costs in self.edges[i].items():
             self.costs[j] = self.costs[j] + costs[0]
-            self._dirty[j] = None
+            self._touch(j)
         self._remove(i, (), np.zeros((), np.int64))
         self._count("constant")
 
@@ -187,25 +203,37 @@ class Core:
             self.costs[i] = self.costs[i] + column
             self.costs[j] = self.costs[j] + row
             self._drop_edge(i, j)
-            self._dirty[j] = None
+            self._touch(j)
             self._count("separable")
 
-    def _follow(self, i: int, j: int) -> bool:
-        """Merges node i into j if each strategy of j allows one strategy of i."""
+    def _merge(self, i: int, j: int) -> bool:
+        """Merges i and j if one follows the other; returns whether i is gone."""
+        allowed = np.isfinite(self.edges[i][j])
+        i_follows = bool(np.all(np.count_nonzero(allowed, axis=0) == 1))
+        j_follows = bool(np.all(np.count_nonzero(allowed, axis=1) == 1))
+        if i_follows and j_follows:  # the one with less to move, so that long chains take linear time
+            i_follows = self._weight(i) <= self._weight(j)
+        if i_follows:
+            self._follow(i, j, np.argmax(allowed, axis=0))
+        elif j_follows:
+            self._follow(j, i, np.argmax(allowed, axis=1))
+        return i_follows
+
+    def _weight(self, i: int) -> int:
+        return len(self.edges[i]) + len(self.usages[i])
+
+    def _follow(self, i: int, j: int, choice: np.ndarray) -> None:
+        """Merges node i into j, where `choice` [S_j] is what each strategy of j allows i."""
         costs = self.edges[i][j]
-        allowed = np.isfinite(costs)
-        if np.any(np.count_nonzero(allowed, axis=0) != 1):
-            return False
-        choice = np.argmax(allowed, axis=0)
         self.costs[j] = self.costs[j] + self.costs[i][choice] + costs[choice, np.arange(len(choice))]
         for k, other in list(self.edges[i].items()):
             if k != j:
                 self._add_edge(j, k, other[choice])
+                self._touch(k)
         for span, size in self.usages[i].items():
             self._add_usage(j, span, size[choice])
         self._remove(i, (j,), choice)
         self._count("follower")
-        return True
 
     def _eliminate(self, i: int) -> bool:
         """Answers each choice of at most two neighbours by the best strategy, if it is best in usage too."""
@@ -228,6 +256,8 @@ class Core:
             return False
         for span, (axis, sizes) in taken.items():
             self._add_usage(neighbours[axis], span, sizes)
+        if not np.isfinite(best).any():
+            raise Infeasible
         if not neighbours:
             self.constant_s += float(best)
         elif len(neighbours) == 1:
@@ -311,7 +341,7 @@ class Core:
             ends[last] += 1
         # The sum of differences rounds; a row is dropped only when it is well clear.
         peak = np.cumsum(most[:-1])
-        alive = np.flatnonzero(peak * (1 + 1e-9) > self.room_bytes)
+        alive = np.flatnonzero((peak * (1 + 1e-9) > self.room_bytes) | self._every_row)
         started, ended = np.cumsum(starts), np.cumsum(ends)
         kept: list[int] = []
         for r in alive.tolist():
@@ -336,4 +366,4 @@ class Core:
                 if place[first] < place[last]:
                     self._add_usage(i, (place[first], place[last]), size)
             if len(self.usages[i]) < len(spans):
-                self._dirty[i] = None
+                self._touch(i)

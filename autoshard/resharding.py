@@ -109,7 +109,7 @@ def table(shape: tuple[int, ...], itemsize: float, topology: Topology) -> Reshar
     return _table(pattern, float(math.prod(shape) * itemsize), topology)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _table(pattern: tuple[int, ...], total_bytes: float, topology: Topology) -> ReshardTable:
     moves = _moves(pattern, topology.mesh)
     start_s, s_per_byte = _costs(pattern, topology)

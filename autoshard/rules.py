@@ -51,9 +51,7 @@ def rules_for(eqns: Sequence[JaxprEqn]) -> list[Rule]:
 
 def replicated_rule(eqn: JaxprEqn) -> Rule:
     """Returns the rule under which every operand and result is whole on every device."""
-    return replicated(
-        [_shape(v.aval) for v in eqn.invars], [_shape(v.aval) for v in eqn.outvars]
-    )
+    return replicated([_shape(v.aval) for v in eqn.invars], [_shape(v.aval) for v in eqn.outvars])
 
 
 def _new_rules(eqns: Sequence[JaxprEqn]) -> list[Rule | None]:
@@ -63,7 +61,7 @@ def _new_rules(eqns: Sequence[JaxprEqn]) -> list[Rule | None]:
         name = eqn.primitive.name
         if name in primitives.RULES:
             rules[n] = primitives.RULES[name](eqn)
-        elif name not in primitives.REPLICATED:
+        if rules[n] is None and name not in primitives.REPLICATED:
             asked.append(n)
     for n, rule in zip(asked, shardy.lowered_rules([eqns[n] for n in asked]), strict=True):
         if rule is not None and eqns[n].primitive.name in primitives.CORRECTIONS:

@@ -3,12 +3,13 @@
 All equations are lowered together to one StableHLO function; Shardy's pass puts a rule on each op,
 and the rules of the ops that one equation became are composed into one.
 
-This is the only module that reaches into JAX's private parts: its MLIR bindings and source traceback.
+This is the only module that reaches into JAX's private parts, its MLIR bindings.
 """
 
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,6 @@ _COMBINERS = {
     "stablehlo.minimum": "min",
     "stablehlo.and": "and",
     "stablehlo.or": "or",
-    "stablehlo.xor": "xor",
 }
 
 
@@ -44,7 +44,7 @@ def source_line(eqn: JaxprEqn) -> str:
 
 
 def lowered_rules(eqns: Sequence[JaxprEqn], platform: str = _PLATFORMS[0]) -> list[Rule | None]:
-    """Returns the rule of each equation, None where it does not lower or holds an op without a rule."""
+    """Returns each equation's rule, None if it does not lower or holds an op without a rule."""
     if not eqns:
         return []
     try:
@@ -71,14 +71,15 @@ def _lower(eqns: Sequence[JaxprEqn], platform: str) -> ir.Module:
             results.extend(out if eqn.primitive.multiple_results else [out])
         return results
 
+    avals: list[Any] = [v.aval for eqn in eqns for v in eqn.invars]
     avals = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
-        for eqn in eqns
-        for a in (v.aval for v in eqn.invars)
+        for a in avals
     ]
     with _neutral_context(eqns):
         traced = jax.jit(program, keep_unused=True).trace(*avals)
-        return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+        module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    return cast(ir.Module, module)
 
 
 @contextlib.contextmanager
@@ -87,6 +88,10 @@ def _neutral_context(eqns: Sequence[JaxprEqn]) -> Iterator[None]:
     wide = any(_is_wide(v.aval) for eqn in eqns for v in (*eqn.invars, *eqn.outvars))
     with jax.enable_x64(wide), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+def _rank(aval) -> int:
+    return len(aval.shape)
 
 
 def _is_wide(aval) -> bool:
@@ -108,8 +113,8 @@ def _read_module(module: ir.Module, eqns: Sequence[JaxprEqn]) -> list[Rule | Non
         ins = arguments[first_in : first_in + len(eqn.invars)]
         outs = results[first_out : first_out + len(eqn.outvars)]
         first_in, first_out = first_in + len(ins), first_out + len(outs)
-        ins = reader.own_dims(ins, [len(v.aval.shape) for v in eqn.invars])
-        outs = reader.own_dims(outs, [len(v.aval.shape) for v in eqn.outvars])
+        ins = reader.own_dims(ins, [_rank(v.aval) for v in eqn.invars])
+        outs = reader.own_dims(outs, [_rank(v.aval) for v in eqn.outvars])
         unknown = reader.composition.is_unknown((*ins, *outs))
         rules.append(None if unknown else reader.composition.rule(ins, outs))
     return rules

@@ -1,14 +1,34 @@
-"""ShardingProblem -> Solution."""
+"""ShardingProblem -> Solution.
 
+The integer program, over one-hot s_i for each node and e_pq for each pair of strategies of each edge:
+
+  minimise   sum_i costs_i . s_i + sum_(i,j) costs_ij . e_ij       `Program._model`
+  one-hot    sum_p s_ip = 1                      for each node       `Program._link`
+  edge       sum_q e_pq = s_ip                   for each p          `Program._link`
+             sum_p e_pq = s_jq                   for each q          `Program._link`
+  memory     sum_(live at t) bytes . s <= limit  for each maximal live set t, as needed   `Program.add_rows`
+  integer    s in {0, 1}; e >= 0 is then integer by itself           `Program._model`
+
+Before that, `Core.reduce` shrinks the problem without losing the optimum. `Search` finds choices that fit, the
+relaxation gives the bound, the two together rule out strategies and pairs (`_prune`), and what is left goes to the
+integer program.
+"""
+
+import dataclasses
 import math
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from ortools.sat.python import cp_model
 
-from autoshard.problem import ShardingProblem, Solution, Status, live_rows
+from autoshard.bound import Program, Relaxed
+from autoshard.problem import ShardingProblem, Solution, Status
+from autoshard.reduce import Core, Infeasible
+from autoshard.search import Flat, Search, improve
 
-OBJECTIVE_RANGE = 2.0**46
+GAP = 1e-7  # relative; a smaller one counts as proven
+PROGRAM_PAIRS = 400_000  # edge pairs up to which the relaxation is solved by the engine
 
 
 def solve(
@@ -18,80 +38,298 @@ def solve(
     hints: Sequence[Sequence[int]] = (),
     deterministic: bool = True,
 ) -> Solution:
-    return _solve_model(problem, time_limit_s, hints, minimise_peak=False)
+    """Returns the cheapest choices found within the limit, with a bound.
+
+    Args:
+      problem: what to solve.
+      time_limit_s: wall-clock limit.
+      hints: choices to start from, one strategy a node each; they need not fit.
+      deterministic: spend a fixed effort, so that the answer depends on the problem alone. The time
+        limit is then a safety net: `stats["time_limit_struck"]` says whether it made a difference.
+    """
+    run = _Run(problem, time_limit_s, deterministic)
+    try:
+        for hint in hints:
+            problem.check_choices(hint)
+            run.offer(tuple(int(p) for p in hint))
+        run.stage("reduce", run.reduce)
+        run.improve_and_prove()
+    except Infeasible:
+        run.exhausted = True
+    return run.solution()
 
 
 def smallest_peak(problem: ShardingProblem, *, time_limit_s: float = 30.0) -> Solution:
-    return _solve_model(problem, time_limit_s, (), minimise_peak=True)
+    """Returns choices of the least peak usage found, whatever they cost and whatever the limit.
+
+    The bound is that of the cost, -inf; `stats["peak_bound_bytes"]` is the bound of the peak.
+    """
+    return _smallest_peak(problem, time_limit_s)
 
 
-def _solve_model(problem, time_limit_s, hints, minimise_peak) -> Solution:
-    model = cp_model.CpModel()
-    s = [[model.new_bool_var("") for _ in node.costs_s] for node in problem.nodes]
-    for row in s:
-        model.add_exactly_one(row)
-    costs, variables = [], []
-    for node, row in zip(problem.nodes, s, strict=True):
-        costs += node.costs_s.tolist()
-        variables += row
-    for edge in problem.edges:
-        if edge.a == edge.b:
-            for p, c in enumerate(np.diag(edge.costs_s).tolist()):
-                if c == math.inf:
-                    model.add(s[edge.a][p] == 0)
-                else:
-                    costs.append(c)
-                    variables.append(s[edge.a][p])
-            continue
-        e = {}
-        for (p, q), c in np.ndenumerate(edge.costs_s):
-            if c < math.inf:
-                e[p, q] = model.new_bool_var("")
-                costs.append(float(c))
-                variables.append(e[p, q])
-        for p in range(edge.costs_s.shape[0]):
-            model.add(sum(v for (i, _), v in e.items() if i == p) == s[edge.a][p])
-        for q in range(edge.costs_s.shape[1]):
-            model.add(sum(v for (_, j), v in e.items() if j == q) == s[edge.b][q])
-    first, last = live_rows(problem.usages)
-    limit = problem.usage_limit_bytes
-    peak = model.new_int_var(0, 2**60, "")
-    for r in range(int(last.max(initial=0))):
-        terms = [
-            int(math.ceil(b)) * v
-            for u, f, n in zip(problem.usages, first, last, strict=True)
-            if f <= r < n
-            for b, v in zip(u.bytes.tolist(), s[u.node], strict=True)
-            if b > 0
-        ]
-        if minimise_peak:
-            model.add(sum(terms) <= peak)
-        elif limit is not None:
-            model.add(sum(terms) <= int(limit))
-    scale = 1.0
-    if minimise_peak:
-        model.minimize(peak)
-    else:
-        largest = max((abs(c) for c in costs), default=1.0) or 1.0
-        count = len(problem.nodes) + len(problem.edges)
-        scale = OBJECTIVE_RANGE / largest / max(count, 1) ** 0.5
-        model.minimize(sum(math.floor(c * scale) * v for c, v in zip(costs, variables, strict=True)))
-    for hint in hints[:1]:
-        for row, p in zip(s, hint, strict=True):
-            for q, v in enumerate(row):
-                model.add_hint(v, q == p)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = time_limit_s
-    solver.parameters.num_workers = 2
-    solver.parameters.interleave_search = True
-    solver.parameters.random_seed = 1
-    status = solver.solve(model)
-    if status == cp_model.INFEASIBLE:
+class _Clock:
+    """A time limit that remembers whether it struck."""
+
+    def __init__(self, limit_s: float):
+        self.start = time.monotonic()
+        self.limit_s = limit_s
+        self.struck = False
+
+    def left_s(self) -> float:
+        return self.limit_s - (time.monotonic() - self.start)
+
+    def expired(self) -> bool:
+        self.struck = self.struck or self.left_s() <= 0
+        return self.struck
+
+
+class _Run:
+    """One solve: the core, the best choices of the whole problem, and the bound."""
+
+    def __init__(self, problem: ShardingProblem, time_limit_s: float, deterministic: bool):
+        self.problem = problem
+        self.deterministic = deterministic
+        self.clock = _Clock(time_limit_s)
+        self.stats: dict[str, Any] = {}
+        self.best: tuple[int, ...] = ()
+        self.objective = math.inf
+        self.bound = _trivial_bound(problem)
+        self.exhausted = False  # nothing that is cheaper than the best is left
+        self.rng = np.random.default_rng(0)
+        self.core: Core
+        self.flat: Flat
+
+    def stage(self, name: str, step, *args):
+        start = time.monotonic()
+        result = step(*args)
+        times = self.stats.setdefault("stage_s", {})
+        times[name] = times.get(name, 0.0) + time.monotonic() - start
+        return result
+
+    def offer(self, choices: tuple[int, ...]) -> bool:
+        objective = self.problem.objective_s(choices)
+        if objective >= self.objective:
+            return False
+        limit = self.problem.usage_limit_bytes
+        if limit is not None and self.problem.peak_bytes(choices) > limit:
+            return False
+        self.best, self.objective = choices, objective
+        return True
+
+    def reduce(self) -> None:
+        self.core = Core(self.problem)
+        self.core.reduce(self.clock.expired)
+        self._flatten()
+
+    def _flatten(self) -> None:
+        self.flat = Flat.of(self.core)
+        self.stats["removed"] = dict(self.core.removed)
+        self.stats["core_nodes"] = len(self.flat.sizes)
+        self.stats["core_pairs"] = len(self.flat.edge_costs)
+
+    def improve_and_prove(self) -> None:
+        """Search, relaxation and pruning in turn until the core is small; then the integer program."""
+        search = self.stage("search", self._search, 60, 100)
+        for _ in range(4):
+            if self._proven() or self.clock.expired():
+                return
+            pairs = len(self.flat.edge_costs)
+            if pairs > PROGRAM_PAIRS or not self._relax_and_prune(search):
+                break
+            if len(self.flat.edge_costs) > 0.7 * pairs:
+                break
+            search = self.stage("search", self._search, 10, 50, search)
+        if not (self._proven() or self.clock.expired()):
+            self.stage("integer", self._integer)
+
+    def _search(self, sweeps: int, rounds: int, previous: Search | None = None) -> Search:
+        flat = self.flat
+        if self.best:
+            x = flat.restart(self.core, self.best)
+        else:
+            x = np.array([int(np.argmin(c)) for c in flat.split(flat.costs)], np.int64)
+        prices = np.zeros(len(flat.room_bytes))
+        limit = self.problem.usage_limit_bytes or 1.0
+        search = Search(flat, x, prices, self.rng, limit, self.clock.expired)
+        if len(flat.sizes) == 0:
+            self.exhausted = True
+            self.offer(flat.expand(self.core, x))
+            return search
+        search.fit(sweeps)
+        search.polish(rounds)
+        self._take(search)
+        return search
+
+    def _take(self, search: Search) -> None:
+        if search.best is not None:
+            self.offer(self.flat.expand(self.core, search.best))
+
+    def _relax_and_prune(self, search: Search) -> bool:
+        """Raises the bound; returns whether pruning made the core smaller."""
+        relaxed = self.stage("relax", self._relax, search)
+        if relaxed is None:
+            self.clock.expired()
+            return False
+        bound = self.core.constant_s + relaxed.objective
+        self.bound = max(self.bound, min(bound, self.objective))
+        x = np.array([int(np.argmax(v)) for v in self.flat.split(relaxed.values)], np.int64)
+        search.x, search.prices = x, relaxed.prices.copy()
+        self.stage("search", search.fit, 20)
+        self.stage("search", search.polish, 50)
+        self._take(search)
+        if self.objective == math.inf or self._proven():
+            return False
+        return self.stage("prune", self._prune, relaxed, self.objective - bound)
+
+    def _relax(self, search: Search) -> Relaxed | None:
+        """Solves the relaxation, twice if the cost turns out to be far from the scale guessed."""
+        scale = self._scale(search.x)
+        while True:
+            program = Program(self.flat, scale, self.problem.usage_limit_bytes or 1.0)
+            relaxed = program.relax(self.clock.left_s())
+            if relaxed is None:
+                return None
+            if relaxed.objective == math.inf:
+                raise Infeasible
+            if abs(relaxed.objective) <= 100 * scale:
+                return relaxed
+            scale = abs(relaxed.objective)
+
+    def _scale(self, x: np.ndarray) -> float:
+        """Returns a cost of the size of the core's optimum, as far as is known; 1 if nothing is."""
+        known = [self.objective - self.core.constant_s, self.flat.objective(x)]
+        known.append(self.bound - self.core.constant_s)
+        sizes = [abs(v) for v in known if math.isfinite(v)]
+        return max(sizes, default=0.0) or 1.0
+
+    def _prune(self, relaxed: Relaxed, room_s: float) -> bool:
+        """Removes strategies and pairs that would raise the bound above the best cost by more than rounding."""
+        flat, core = self.flat, self.core
+        allowed = room_s + 1e-6 * (abs(self.objective) + abs(room_s))
+        hopeless = flat.split(relaxed.node_excess > allowed)
+        names = flat.names.tolist()
+        for a, b, start in zip(
+            flat.edge_a.tolist(), flat.edge_b.tolist(), flat.edge_start.tolist(), strict=True
+        ):
+            shape = core.edges[names[a]][names[b]].shape
+            pairs = relaxed.pair_excess[start : start + shape[0] * shape[1]] > allowed
+            if pairs.any():
+                core.forbid(names[a], names[b], pairs.reshape(shape))
+        for i, out in zip(names, hopeless, strict=True):
+            if out.any():
+                core.restrict(i, ~out)
+                core.removed["pruned"] = core.removed.get("pruned", 0) + int(out.sum())
+        core.reduce(self.clock.expired)
+        self._flatten()
+        return True
+
+    def _integer(self) -> None:
+        if not len(self.flat.sizes):
+            self.exhausted = True
+            self.offer(self.flat.expand(self.core, np.zeros(0, np.int64)))
+            return
+        start = np.array([int(np.argmin(c)) for c in self.flat.split(self.flat.costs)], np.int64)
+        program = Program(
+            self.flat, self._scale(start), self.problem.usage_limit_bytes or 1.0
+        )
+        for _ in range(5):
+            left = self.clock.left_s()
+            answer = program.solve(left, 20_000 if self.deterministic else None, GAP / 10)
+            if answer.infeasible:
+                raise Infeasible
+            bound = self.core.constant_s + answer.bound
+            self.bound = max(self.bound, min(bound, self.objective))
+            if answer.choices is None:
+                break
+            excess = self.flat.excess(answer.choices)
+            if excess <= 0:
+                self.offer(self.flat.expand(self.core, answer.choices))
+                self.exhausted = answer.proven
+                break
+            # Only the engine's tolerance can let it exceed a row by so little.
+            program.room_bytes = program.room_bytes - 2 * excess
+        self.clock.expired()
+
+    def _proven(self) -> bool:
+        return self.exhausted or self.objective - self.bound <= GAP * abs(self.objective)
+
+    def solution(self) -> Solution:
+        self.stats["time_limit_struck"] = self.clock.struck
+        if self.best:
+            bound = self.objective if self.exhausted else min(self.bound, self.objective)
+            status = Status.OPTIMAL if self._proven() else Status.FEASIBLE
+            peak = self.problem.peak_bytes(self.best)
+            return Solution(self.best, self.objective, bound, status, peak, self.stats)
+        status = Status.INFEASIBLE if self.exhausted else Status.UNKNOWN
+        bound = math.inf if self.exhausted else self.bound
+        return Solution((), math.inf, bound, status, math.nan, self.stats)
+
+
+def _trivial_bound(problem: ShardingProblem) -> float:
+    least = [node.costs_s.min() for node in problem.nodes]
+    return math.fsum(least + [edge.costs_s.min() for edge in problem.edges])
+
+
+def _smallest_peak(problem: ShardingProblem, time_limit_s: float) -> Solution:
+    """Row weights by multiplicative updates find a low peak, the integer program the lowest."""
+    clock = _Clock(time_limit_s)
+    most = math.fsum(u.bytes.max() for u in problem.usages) + 1.0
+    bare = _without_costs(problem, most)
+    try:
+        core = Core(bare, every_row=True)
+        core.reduce(clock.expired)
+    except Infeasible:
         return Solution((), math.inf, math.inf, Status.INFEASIBLE, math.nan)
-    bound = -math.inf if minimise_peak else solver.best_objective_bound / scale
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Solution((), math.inf, bound, Status.UNKNOWN, math.nan)
-    choices = tuple(next(p for p, v in enumerate(row) if solver.boolean_value(v)) for row in s)
+    flat = Flat.of(core)
+    best, growth = _level(flat, clock)
+    bound, proven = -math.inf, not len(flat.sizes)
+    if not proven and len(flat.edge_costs) <= PROGRAM_PAIRS and not clock.expired():
+        program = Program(flat, most, max(most + growth, 1.0), minimise_peak=True)
+        answer = program.solve(clock.left_s(), 2_000, 1e-6)
+        if answer.infeasible:
+            return Solution((), math.inf, math.inf, Status.INFEASIBLE, math.nan)
+        bound, proven = answer.bound, answer.proven
+        if answer.choices is not None and not flat.excess(answer.choices) > growth:
+            best = answer.choices
+    choices = flat.expand(core, best)
     objective = problem.objective_s(choices)
-    found = Status.OPTIMAL if status == cp_model.OPTIMAL else Status.FEASIBLE
-    return Solution(choices, objective, min(bound, objective), found, problem.peak_bytes(choices))
+    peak = problem.peak_bytes(choices)
+    stats = {"peak_bound_bytes": peak if proven else max(0.0, most + bound)}
+    stats["time_limit_struck"] = clock.expired()
+    if objective == math.inf:  # every way out of the forbidden pairs was missed
+        return Solution((), math.inf, -math.inf, Status.UNKNOWN, math.nan, stats)
+    status = Status.OPTIMAL if proven else Status.FEASIBLE
+    return Solution(choices, objective, -math.inf, status, peak, stats)
+
+
+def _without_costs(problem: ShardingProblem, limit_bytes: float) -> ShardingProblem:
+    """The same choices, forbidden pairs and usages, all costs 0."""
+    nodes = [dataclasses.replace(n, costs_s=np.zeros(len(n.costs_s))) for n in problem.nodes]
+    edges = [
+        dataclasses.replace(e, costs_s=np.where(np.isinf(e.costs_s), np.inf, 0.0))
+        for e in problem.edges
+    ]
+    return dataclasses.replace(
+        problem, nodes=tuple(nodes), edges=tuple(edges), usage_limit_bytes=limit_bytes
+    )
+
+
+def _level(flat: Flat, clock: _Clock) -> tuple[np.ndarray, float]:
+    """Returns choices of low peak and by how much they exceed the rooms (negative: stay below)."""
+    x = np.zeros(len(flat.sizes), np.int64)
+    rng = np.random.default_rng(0)
+    best, least = x, math.inf
+    weights = np.ones(len(flat.room_bytes))
+    for _ in range(40):
+        if clock.expired() or not len(x):
+            break
+        costs = flat.split(flat.priced(weights / max(weights.sum(), 1e-30)))
+        x = improve(flat, costs, x, np.arange(len(x)), rng.random(len(x)))
+        over = flat.used(x) - flat.room_bytes
+        peak = float(over.max(initial=-math.inf))
+        if math.isfinite(flat.objective(x)) and peak < least:
+            best, least = x, peak
+        if len(over):
+            spread = max(float(np.ptp(over)), 1e-30)
+            weights = weights * 0.9 + np.exp(8 * (over - peak) / spread)
+    return best, least

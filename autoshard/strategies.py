@@ -149,7 +149,11 @@ def _scatters(rule: Rule, mesh: MeshShape, strategy: Strategy) -> Iterator[Strat
     if not strategy.reduced or len(strategy.results) != 1 or rule.reduction != "add":
         return
     (result,) = strategy.results
-    shape = tuple(_size(rule, factors) for factors in rule.results[0])
+    # A dim that only a window of a factor reaches (a slice, a convolution's space) takes no blocks.
+    shape = tuple(
+        _size(rule, factors) if all(rule.kinds[f] is Kind.PASS for f in factors) else 1
+        for factors in rule.results[0]
+    )
     for choice in _scatter_choices(len(strategy.reduced), len(shape), is_ordered(mesh)):
         dims = list(result.dims)
         scattered: Axes = ()

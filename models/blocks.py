@@ -19,7 +19,7 @@ def weight(rngs: nnx.Rngs, *shape: int, fan_in: int) -> nnx.Param:
     return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5)
 
 
-def project(spec: str, x: jax.Array, w: nnx.Param) -> jax.Array:
+def project(spec: str, x: jax.Array, w: nnx.Variable) -> jax.Array:
     """Contracts activations with a parameter, in the dtype of the activations."""
     return jnp.einsum(spec, x, w[...].astype(x.dtype))
 
@@ -158,7 +158,7 @@ def causal_mask(length: int) -> jax.Array:
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding, Su et al., "RoFormer" (2021), of [B, S, ..., H] at positions [S]."""
+    """Rotary embedding, Su et al., "RoFormer" (2021), of [B, S, ..., H] at positions [S]."""
     half = x.shape[-1] // 2
     frequencies = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)  # [H/2]
     angles = positions.astype(jnp.float32)[:, None] * frequencies  # [S, H/2]

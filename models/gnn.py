@@ -1,7 +1,7 @@
 """Message passing on one large graph, to classify its nodes.
 
-The message-passing step of Gilmer et al., "Neural Message Passing for Quantum Chemistry" (2017), with
-a message from both ends of an edge. Dims: N nodes, E edges, D width, V classes.
+The step of Gilmer et al., "Neural Message Passing for Quantum Chemistry" (2017): a message from
+both ends of an edge, summed where it arrives. Dims: N nodes, E edges, D width, V classes.
 """
 
 import dataclasses

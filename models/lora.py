@@ -1,7 +1,7 @@
 """Fine-tuning of a frozen GPT through low-rank adapters, Hu et al., "LoRA" (2021).
 
-Queries and values become `x W + (x A) B`, where A and B alone are trained. Dims as in blocks.py, and
-R the rank of the adapters.
+Queries and values become `x W + (x A) B`, where A and B alone are trained. Dims as in blocks.py,
+and R the rank of the adapters.
 """
 
 import dataclasses

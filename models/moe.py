@@ -2,8 +2,8 @@
 
 Two ways to bring tokens to experts: `capacity` is Lepikhin et al., "GShard" (2020), which fills C
 slots an expert with one-hot einsums and drops the rest; `ragged` is dropless, as Gale et al.,
-"MegaBlocks" (2022): tokens sorted by expert, one ragged product. Sizes "8x7b" are Mixtral's, arXiv:2401.04088.
-Dims as in blocks.py, and E experts, C slots, R choices a token, N = B S R rows.
+"MegaBlocks" (2022): tokens sorted by expert, one ragged product. Sizes "8x7b" are Mixtral's,
+arXiv:2401.04088. Dims as in blocks.py, and E experts, C slots, R choices a token, N = B S R rows.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import optax
@@ -23,10 +23,10 @@ class TrainState:
     sizes: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def create(cls, params: Any, sizes: Any, optimizer=ADAMW) -> "TrainState":
+    def create(cls, params: Any, sizes: Any, optimizer=ADAMW) -> Self:
         return cls(params, optimizer.init(params), sizes)
 
-    def apply_gradients(self, grads: Any, optimizer=ADAMW) -> "TrainState":
+    def apply_gradients(self, grads: Any, optimizer=ADAMW) -> Self:
         # Optax 0.2.8 raises a float to an integer count, an error under strict promotion.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, self.opt_state, self.params)
@@ -35,13 +35,13 @@ class TrainState:
 
 
 def init_params(
-    module: type[nnx.Module], sizes: Any, seed: int, kind: type[nnx.Variable] = nnx.Param
+    module: Callable[..., nnx.Module], sizes: Any, seed: int, kind: type[nnx.Variable] = nnx.Param
 ) -> dict:
     """Returns the parameters of one kind of `module(sizes, rngs)` as nested dicts of arrays."""
     return nnx.to_pure_dict(nnx.state(module(sizes, nnx.Rngs(jax.random.key(seed))), kind))
 
 
-def bind(module: type[nnx.Module], sizes: Any, *params: dict) -> Any:
+def bind(module: Callable[..., nnx.Module], sizes: Any, *params: dict) -> Any:
     """Returns `module(sizes, ...)` with its parameters taken from `params`, one dict a kind."""
     return nnx.merge(_graphdef(module, sizes), *params)
 
@@ -55,5 +55,5 @@ def train_step(
 
 
 @functools.cache
-def _graphdef(module: type[nnx.Module], sizes: Any) -> nnx.GraphDef:
+def _graphdef(module: Callable[..., nnx.Module], sizes: Any) -> nnx.GraphDef:
     return nnx.graphdef(nnx.eval_shape(lambda: module(sizes, nnx.Rngs(0))))

@@ -1,4 +1,4 @@
-"""One small program for each primitive: what the generated rule tests and the table in docs/ run over.
+"""One small program for each primitive: what the generated tests and docs/ run over.
 
 `python -m tests.rule_programs` prints docs/primitives.md.
 """
@@ -14,18 +14,29 @@ import jax.extend.random
 import jax.numpy as jnp
 import jax.scipy.linalg
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives as jax_primitives
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import primitives as jax_primitives
 
 from autoshard import primitives
 from autoshard.rules import ReplicatedWarning, Rule, rules_for
 
 Aval = jax.ShapeDtypeStruct
 # Control flow and calls: the planner goes into their bodies, so they have no rule of their own.
-NESTED = ("call", "closed_call", "cond", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", "checkpoint")
+NESTED = (
+    "call",
+    "closed_call",
+    "cond",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "jit",
+    "remat2",
+    "checkpoint",
+)
 NESTED += ("scan", "while", "custom_vjp_call_jaxpr", "core_call", "pjit")
 # Collectives over named axes stand inside shard_map only, which is left alone as a whole.
 INSIDE_SHARD_MAP = (
-    "all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all",
+    "all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "psum",
+    "ragged_all_to_all",
 )  # fmt: skip
 
 
@@ -77,7 +88,7 @@ def _is_jaxpr(value) -> bool:
     return isinstance(value, Jaxpr | ClosedJaxpr)
 
 
-def _conv(strides=(1, 1), padding="SAME", **kwargs):
+def _conv(strides=(1, 1), padding: str | tuple = "SAME", **kwargs):
     return functools.partial(
         lax.conv_general_dilated,
         window_strides=strides,
@@ -92,7 +103,9 @@ def _conv_grads(strides):
 
 
 def _pool(init, op, window, stride, padding):
-    return lambda x: lax.reduce_window(x, init, op, (1, window, window, 1), (1, stride, stride, 1), padding)
+    return lambda x: lax.reduce_window(
+        x, init, op, (1, window, window, 1), (1, stride, stride, 1), padding
+    )
 
 
 def _pool_select(x, s):
@@ -100,26 +113,28 @@ def _pool_select(x, s):
 
 
 _ONE_TO_ONE = (
-    lax.abs, lax.acos, lax.acosh, lax.asin, lax.asinh, lax.atan, lax.atanh, lax.bessel_i0e, lax.bessel_i1e,
-    lax.cbrt, lax.ceil, lax.cos, lax.cosh, lax.digamma, lax.erf, lax.erf_inv, lax.erfc, lax.exp, lax.exp2,
-    lax.expm1, lax.floor, lax.is_finite, lax.lgamma, lax.log, lax.log1p, lax.logistic, lax.neg, lax.round,
-    lax.rsqrt, lax.sign, lax.sin, lax.sinh, lax.sqrt, lax.square, lax.tan, lax.tanh,
-    lambda x: lax.integer_pow(x, 3), lambda x: lax.reduce_precision(x, 5, 10),
-    lambda x: lax.convert_element_type(x, jnp.bfloat16), lambda x: lax.bitcast_convert_type(x, jnp.int32),
-    lax.stop_gradient, jnp.copy, lambda x: jax.ad_checkpoint.checkpoint_name(x, "x"),
-    lambda x: lax.optimization_barrier(x), lambda x: x.astype(jnp.float8_e4m3fn), lambda x: x.astype(jnp.int4),
-    jax.nn.gelu, jax.nn.softmax, jax.nn.logsumexp, jax.nn.relu, jnp.sinc,
+    lax.abs, lax.acos, lax.acosh, lax.asin, lax.asinh, lax.atan, lax.atanh, lax.bessel_i0e,
+    lax.bessel_i1e, lax.cbrt, lax.ceil, lax.cos, lax.cosh, lax.digamma, lax.erf, lax.erf_inv,
+    lax.erfc, lax.exp, lax.exp2, lax.expm1, lax.floor, lax.is_finite, lax.lgamma, lax.log,
+    lax.log1p, lax.logistic, lax.neg, lax.round, lax.rsqrt, lax.sign, lax.sin, lax.sinh,
+    lax.sqrt, lax.square, lax.tan, lax.tanh, lambda x: lax.integer_pow(x, 3), lambda x:
+    lax.reduce_precision(x, 5, 10), lambda x: lax.convert_element_type(x, jnp.bfloat16), lambda
+    x: lax.bitcast_convert_type(x, jnp.int32), lax.stop_gradient, jnp.copy, lambda x:
+    jax.ad_checkpoint.checkpoint_name(x, "x"), lambda x: lax.optimization_barrier(x), lambda x:
+    x.astype(jnp.float8_e4m3fn), lambda x: x.astype(jnp.int4), jax.nn.gelu, jax.nn.softmax,
+    jax.nn.logsumexp, jax.nn.relu, jnp.sinc,
 )  # fmt: skip
 _TWO_TO_ONE = (
-    lax.add, lax.atan2, lax.complex, lax.div, lax.eq, lax.ge, lax.gt, lax.igamma, lax.igamma_grad_a, lax.igammac,
-    lax.le, lax.lt, lax.max, lax.min, lax.mul, lax.ne, lax.nextafter, lax.polygamma, lax.pow, lax.rem, lax.sub,
-    lax.zeta, lambda x, y: lax.regularized_incomplete_beta_p.bind(x, y, y), lambda x, y: lax.clamp(0.0, x, y),
-    lambda x, y: jax.grad(lambda x: jnp.sum(x * y + x))(x), lambda x, y: jnp.where(x > y, x, y),
+    lax.add, lax.atan2, lax.complex, lax.div, lax.eq, lax.ge, lax.gt, lax.igamma,
+    lax.igamma_grad_a, lax.igammac, lax.le, lax.lt, lax.max, lax.min, lax.mul, lax.ne,
+    lax.nextafter, lax.polygamma, lax.pow, lax.rem, lax.sub, lax.zeta, lambda x, y:
+    lax.regularized_incomplete_beta_p.bind(x, y, y), lambda x, y: lax.clamp(0.0, x, y), lambda
+    x, y: jax.grad(lambda x: jnp.sum(x * y + x))(x), lambda x, y: jnp.where(x > y, x, y),
 )  # fmt: skip
 _INTEGER = (
-    lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.shift_left, lax.shift_right_arithmetic,
-    lax.shift_right_logical, lambda x, y: lax.clz(x), lambda x, y: lax.population_count(x),
-    lambda x, y: lax.bitwise_not(y),
+    lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.shift_left,
+    lax.shift_right_arithmetic, lax.shift_right_logical, lambda x, y: lax.clz(x), lambda x, y:
+    lax.population_count(x), lambda x, y: lax.bitwise_not(y),
 )  # fmt: skip
 
 
@@ -151,7 +166,9 @@ def _reductions() -> Iterator[Program]:
 
 def _contractions() -> Iterator[Program]:
     yield Program(jnp.dot, (f32(16, 8), f32(8, 32)))
-    yield Program(lambda x, y: jnp.einsum("bqhd,bkhd->bhqk", x, y), (f32(8, 4, 2, 16), f32(8, 16, 2, 16)))
+    yield Program(
+        lambda x, y: jnp.einsum("bqhd,bkhd->bhqk", x, y), (f32(8, 4, 2, 16), f32(8, 16, 2, 16))
+    )
     yield Program(jnp.dot, (Aval((16, 8), jnp.bfloat16), Aval((8, 4), jnp.bfloat16)))
     yield Program(jnp.matmul, (i32(16, 8), i32(8, 4)))
     image, kernel = f32(4, 16, 16, 8), f32(3, 3, 8, 16)
@@ -195,7 +212,9 @@ def _moves() -> Iterator[Program]:
     yield Program(lambda x: lax.pad(x, 0.0, ((0, 0, 1), (0, 0, 0))), (x,))
     yield Program(lambda x, y: (jnp.concatenate([x, y, x], 1), jnp.stack([x, y], 1)), (x, x))
     yield Program(lambda x: jnp.tile(x, (2, 3)), (x,))
-    yield Program(lambda: (lax.iota(jnp.int32, 16), lax.broadcasted_iota(jnp.float32, (16, 8), 1)), ())
+    yield Program(
+        lambda: (lax.iota(jnp.int32, 16), lax.broadcasted_iota(jnp.float32, (16, 8), 1)), ()
+    )
     yield Program(lambda: (jnp.eye(8), jnp.tri(8), jnp.zeros((16, 8))), ())
     yield Program(lambda i, x: lax.select_n(i, x, x + 1, x * 2), (i32(16, 8), x))
     yield Program(lambda x: jax.image.resize(x, (16, 32, 3), "bilinear"), (f32(8, 16, 3),))
@@ -208,7 +227,10 @@ def _moves() -> Iterator[Program]:
 
 def _indexed() -> Iterator[Program]:
     x, i, u = f32(16, 8), i32(4), f32(4, 8)
-    gathers, scatters = ("gather",), ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
+    gathers, scatters = (
+        ("gather",),
+        ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"),
+    )
     scatters += ("scatter-sub",)
     yield Program(lambda x, i: x[i], (x, i32(8, 4)), gathers)
     yield Program(lambda x, i: jnp.take(x, i, axis=1, mode="fill"), (x, i), gathers)
@@ -221,7 +243,9 @@ def _indexed() -> Iterator[Program]:
         update = lambda x, i, u, name=name: getattr(x.at[i], name)(u)  # noqa: E731
         yield Program(update, (x, i, u), scatters)
         yield Program(jax.vmap(update), (f32(8, 16, 4), i32(8, 2), f32(8, 2, 4)), scatters)
-    yield Program(lambda x, i, u: x.at[i[:, 0], i[:, 1]].add(u), (f32(16, 32, 8), i32(4, 2), u), scatters)
+    yield Program(
+        lambda x, i, u: x.at[i[:, 0], i[:, 1]].add(u), (f32(16, 32, 8), i32(4, 2), u), scatters
+    )
     yield Program(lambda u, i: jax.ops.segment_sum(u, i, 8), (f32(16, 4), i32(16)), scatters)
     yield Program(lambda x, i: lax.dynamic_slice(x, (i, i), (16, 4)), (x, i32()))
     yield Program(lambda x, i: lax.dynamic_slice(x, (i, i), (1, 8)), (x, i32()))
@@ -281,7 +305,16 @@ def _odd() -> Iterator[Program]:
 
 
 def programs() -> list[Program]:
-    families = (_pointwise, _reductions, _contractions, _moves, _indexed, _random, _linear_algebra, _odd)
+    families = (
+        _pointwise,
+        _reductions,
+        _contractions,
+        _moves,
+        _indexed,
+        _random,
+        _linear_algebra,
+        _odd,
+    )
     return [program for family in families for program in family()]
 
 
@@ -305,5 +338,67 @@ def _text(eqn: JaxprEqn) -> str:
 
 def jax_primitive_names() -> list[str]:
     """Returns the names of the primitives that JAX exports."""
-    exported = [getattr(jax_primitives, name) for name in dir(jax_primitives) if name.endswith("_p")]
+    exported = [
+        getattr(jax_primitives, name) for name in dir(jax_primitives) if name.endswith("_p")
+    ]
     return sorted({p.name for p in exported})
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Where a primitive's rule comes from, and an example or the reason that there is none."""
+
+    source: str
+    text: str
+
+
+def primitive_table() -> dict[str, Row]:
+    """Returns the row of every primitive that the programs bind or JAX exports, by name."""
+    rows = {name: Row("nested", "the planner goes into its body") for name in NESTED}
+    rows |= {
+        name: Row("inside shard_map", "a collective over named axes") for name in INSIDE_SHARD_MAP
+    }
+    rows |= {name: Row("replicated", reason) for name, reason in primitives.REPLICATED.items()}
+    rows |= {name: Row("ours", "the identity") for name in ("sharding_constraint", "device_put")}
+    for eqn, rule in ruled_equations():
+        name = eqn.primitive.name
+        if name in rows and rows[name].source != "none":
+            continue
+        if rule.is_replicated and rule.sizes and not _is_small(eqn):
+            rows[name] = Row("none", "")
+        elif name in primitives.RULES:
+            rows[name] = Row("ours", f"`{rule}`")
+        elif name in primitives.CORRECTIONS:
+            rows[name] = Row("Shardy, corrected", f"`{rule}`")
+        else:
+            rows[name] = Row("Shardy", f"`{rule}`")
+    return dict(sorted(rows.items()))
+
+
+def _is_small(eqn: JaxprEqn) -> bool:
+    return all(len(getattr(v.aval, "shape", ())) < 2 for v in (*eqn.invars, *eqn.outvars))
+
+
+def table_text(table: dict[str, Row]) -> str:
+    """Returns docs/primitives.md."""
+    counts: dict[str, int] = {}
+    for row in table.values():
+        counts[row.source] = counts.get(row.source, 0) + 1
+    summary = ", ".join(f"{count} {source}" for source, count in sorted(counts.items()))
+    lines = [
+        "# Primitives and their rules",
+        "",
+        "Made by `python -m tests.rule_programs`; a test compares. A rule is written over factors:",
+        "`i k, k j -> i j {i=32, k=64:reduce, j=128}` is a matrix product.",
+        "",
+        f"{len(table)} primitives: {summary}.",
+        "",
+        "| primitive | rule from | example, or reason |",
+        "| --- | --- | --- |",
+    ]
+    lines += [f"| {name} | {row.source} | {row.text} |" for name, row in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table_text(primitive_table()), end="")

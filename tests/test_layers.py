@@ -19,7 +19,7 @@ resharding roofline liveness
 compose shardy primitives rules
 strategies trace
 cost
-bound reduce search solve
+baselines bound reduce search solve
 apply emit explain plan
 meshes pins stages jitted planning
 hlo hlo_loops hlo_collectives schedule inspect aot calibrate

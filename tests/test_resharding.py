@@ -100,8 +100,8 @@ def run(steps: list[Step], arrays: list[jax.Array], mesh: MeshShape) -> list[jax
 
     def one(step: Step, x):
         body = functools.partial(RUN[step.kind], step=step, mesh=mesh)
-        specs = {"in_specs": step.before.to_spec(), "out_specs": step.after.to_spec()}
-        return jax.shard_map(body, mesh=devices_mesh(mesh), check_vma=False, **specs)(x)
+        before, after, on = step.before.to_spec(), step.after.to_spec(), devices_mesh(mesh)
+        return jax.shard_map(body, mesh=on, in_specs=before, out_specs=after, check_vma=False)(x)
 
     results = []
     for i in range(0, len(steps), 50):
@@ -111,7 +111,7 @@ def run(steps: list[Step], arrays: list[jax.Array], mesh: MeshShape) -> list[jax
     return results
 
 
-def blocks(array: jax.Array) -> list[tuple[jax.Device, np.ndarray]]:
+def blocks(array: jax.Array) -> list[tuple[object, np.ndarray]]:
     return [(shard.device, np.asarray(shard.data)) for shard in array.addressable_shards]
 
 

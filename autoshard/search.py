@@ -1,0 +1,352 @@
+"""Local search on a core: all but a few nodes change at once, exactly, the rest being fixed.
+
+Memory enters through a price for each byte in each memory row: for fixed prices the problem has only node and edge
+costs, and nodes with at most two free neighbours can be eliminated exactly, one after another. When none is left, one
+is fixed at its present choice. What was eliminated then takes its best choice given the fixed ones.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autoshard.reduce import MAX_TABLE, Core
+
+Neighbours = list[list[tuple[int, np.ndarray]]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flat:
+    """A core as flat arrays. Nodes are renumbered 0..N-1; `V` numbers all (node, strategy) pairs."""
+
+    names: np.ndarray  # [N] the core's node
+    sizes: np.ndarray  # [N] strategies
+    start: np.ndarray  # [N+1] the node's first of V
+    costs: np.ndarray  # [V]
+    neighbours: Neighbours  # for each node (other node, costs [S, S of other])
+    edge_a: np.ndarray  # [E]
+    edge_b: np.ndarray  # [E]
+    edge_start: np.ndarray  # [E] into edge_costs
+    edge_costs: np.ndarray  # all edges' costs, row by row
+    usage_node: np.ndarray  # [U]
+    first: np.ndarray  # [U] memory rows [first, last)
+    last: np.ndarray  # [U]
+    usage_start: np.ndarray  # [U] into usage_bytes
+    usage_bytes: np.ndarray  # [W]
+    usage_var: np.ndarray  # [W] into V
+    usage_of: np.ndarray  # [W] into U
+    room_bytes: np.ndarray  # [R]
+
+    @classmethod
+    def of(cls, core: Core) -> "Flat":
+        names = core.nodes
+        place = {i: n for n, i in enumerate(names)}
+        sizes = np.array([len(core.costs[i]) for i in names], np.int64)
+        start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        neighbours = [[(place[j], m) for j, m in core.edges[i].items()] for i in names]
+        pairs = [(a, b, m) for a, near in enumerate(neighbours) for b, m in near if a < b]
+        entries = [(place[i], span, size) for i in names for span, size in core.usages[i].items()]
+        lengths = np.array([len(size) for _, _, size in entries], np.int64)
+        usage_node = np.array([n for n, _, _ in entries], np.int64)
+        offset = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)[: len(entries)]
+        within = np.arange(int(lengths.sum())) - np.repeat(offset, lengths)
+        return cls(
+            names=np.array(names, np.int64),
+            sizes=sizes,
+            start=start,
+            costs=_concatenate([core.costs[i] for i in names]),
+            neighbours=neighbours,
+            edge_a=np.array([a for a, _, _ in pairs], np.int64),
+            edge_b=np.array([b for _, b, _ in pairs], np.int64),
+            edge_start=np.concatenate([[0], np.cumsum([m.size for _, _, m in pairs])[:-1]]).astype(
+                np.int64
+            )[: len(pairs)],
+            edge_costs=_concatenate([m.ravel() for _, _, m in pairs]),
+            usage_node=usage_node,
+            first=np.array([s[0] for _, s, _ in entries], np.int64),
+            last=np.array([s[1] for _, s, _ in entries], np.int64),
+            usage_start=offset,
+            usage_bytes=_concatenate([size for _, _, size in entries]),
+            usage_var=np.repeat(start[usage_node], lengths) + within,
+            usage_of=np.repeat(np.arange(len(entries)), lengths),
+            room_bytes=core.room_bytes,
+        )
+
+    def objective(self, x: np.ndarray) -> float:
+        """Returns the cost of choices x [N] without the core's constant."""
+        place = self.edge_start + x[self.edge_a] * self.sizes[self.edge_b] + x[self.edge_b]
+        return float(self.costs[self.start[:-1] + x].sum() + self.edge_costs[place].sum())
+
+    def used(self, x: np.ndarray) -> np.ndarray:
+        """Returns the bytes [R] of choices x."""
+        taken = self.usage_bytes[self.usage_start + x[self.usage_node]]
+        rows = len(self.room_bytes)
+        change = np.bincount(self.first, taken, rows + 1) - np.bincount(self.last, taken, rows + 1)
+        return np.cumsum(change[:rows])
+
+    def used_by(self, values: np.ndarray) -> np.ndarray:
+        """Returns the bytes [R] of fractional choices, values [V]."""
+        weighed = self.usage_bytes * values[self.usage_var]
+        taken = np.bincount(self.usage_of, weighed, len(self.first))
+        rows = len(self.room_bytes)
+        change = np.bincount(self.first, taken, rows + 1) - np.bincount(self.last, taken, rows + 1)
+        return np.cumsum(change[:rows])
+
+    def excess(self, x: np.ndarray) -> float:
+        """Returns by how many bytes choices x exceed the room, at most 0 if they fit."""
+        return float((self.used(x) - self.room_bytes).max(initial=-np.inf))
+
+    def priced(self, prices: np.ndarray) -> np.ndarray:
+        """Returns the node costs [V] with `prices` [R] per byte added."""
+        total = np.concatenate([[0.0], np.cumsum(prices)])
+        price = total[self.last] - total[self.first]
+        return self.costs + np.bincount(
+            self.usage_var, self.usage_bytes * price[self.usage_of], len(self.costs)
+        )
+
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """Returns the parts of `values` [V] of each node."""
+        bounds = self.start.tolist()
+        return [values[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    def restart(self, core: Core, choices: Sequence[int]) -> np.ndarray:
+        """Returns x [N] as near to choices of the whole problem as what is left allows."""
+        x = np.zeros(len(self.names), np.int64)
+        for n, i in enumerate(self.names.tolist()):
+            kept = core.kept[i]
+            p = int(np.searchsorted(kept, choices[i]))
+            if p == len(kept) or kept[p] != choices[i]:
+                p = int(np.argmin(core.costs[i]))
+            x[n] = p
+        return x
+
+    def expand(self, core: Core, x: np.ndarray) -> tuple[int, ...]:
+        return core.expand(dict(zip(self.names.tolist(), x.tolist(), strict=True)))
+
+
+def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def improve(
+    flat: Flat,
+    costs: list[np.ndarray],
+    x: np.ndarray,
+    free: np.ndarray,
+    rank: np.ndarray,
+    max_table: int = MAX_TABLE,
+) -> np.ndarray:
+    """Returns the best choices among those that agree with x [N] outside a subset of `free`.
+
+    Args:
+      flat: the core.
+      costs: node costs [S] of each node, prices included.
+      x: choices [N].
+      free: nodes that may change.
+      rank: [N]; where elimination is stuck the node of highest rank, by number of free neighbours
+        first, keeps its choice.
+      max_table: entries of the largest table.
+    """
+    return _Elimination(flat, costs, x, free, rank, max_table).run()
+
+
+class _Elimination:
+    """One run of `improve`."""
+
+    def __init__(self, flat, costs, x, free, rank, max_table):
+        self.x = x.copy()
+        self.rank = rank
+        self.max_table = max_table
+        is_free = np.zeros(len(x), bool)
+        is_free[free] = True
+        inside = is_free.tolist()
+        choice = x.tolist()
+        self.costs: dict[int, np.ndarray] = {}
+        self.edges: dict[int, dict[int, np.ndarray]] = {}
+        for i in free.tolist():
+            cost, near = costs[i], {}
+            for j, m in flat.neighbours[i]:
+                if inside[j]:
+                    near[j] = m
+                else:
+                    cost = cost + m[:, choice[j]]
+            self.costs[i] = cost
+            self.edges[i] = near
+        self.stack: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+
+    def run(self) -> np.ndarray:
+        queue = [i for i, near in self.edges.items() if len(near) <= 2]
+        waiting = sorted(
+            (i for i in self.edges if len(self.edges[i]) > 2), key=lambda i: self.rank[i]
+        )
+        self.queue = queue
+        while True:
+            while queue:
+                i = queue.pop()
+                if i in self.edges and len(self.edges[i]) <= 2:
+                    self._eliminate(i)
+            while waiting and waiting[-1] not in self.edges:
+                waiting.pop()
+            if not waiting:
+                break
+            self._fix(waiting.pop())
+        for i in list(self.edges):
+            self._fix(i)
+        for i, keys, table in reversed(self.stack):
+            self.x[i] = table[tuple(self.x[j] for j in keys)]
+        return self.x
+
+    def _fix(self, i: int) -> None:
+        p = self.x[i]
+        for j, m in self.edges.pop(i).items():
+            self.costs[j] = self.costs[j] + m[p]
+            near = self.edges[j]
+            del near[i]
+            if len(near) <= 2:
+                self.queue.append(j)
+
+    def _eliminate(self, i: int) -> None:
+        near = self.edges[i]
+        cost = self.costs[i]
+        if not near:
+            del self.edges[i]
+            self.x[i] = int(np.argmin(cost))
+            return
+        if len(near) == 1:
+            ((j, m),) = near.items()
+            total = cost[:, None] + m
+            self.costs[j] = self.costs[j] + total.min(axis=0)
+            keys: tuple[int, ...] = (j,)
+        else:
+            (j, m), (k, n) = near.items()
+            if m.size * n.shape[1] > self.max_table:
+                return
+            total = (cost[:, None] + m)[:, :, None] + n[:, None, :]
+            self._connect(j, k, total.min(axis=0))
+            keys = (j, k)
+        self.stack.append((i, keys, total.argmin(axis=0)))
+        del self.edges[i]
+        for j in keys:
+            del self.edges[j][i]
+            if len(self.edges[j]) <= 2:
+                self.queue.append(j)
+
+    def _connect(self, j: int, k: int, costs: np.ndarray) -> None:
+        old = self.edges[j].get(k)
+        if old is not None:
+            costs = old + costs
+        self.edges[j][k] = costs
+        self.edges[k][j] = costs.T
+
+
+@dataclasses.dataclass
+class Search:
+    """The best choices so far and the prices that led to them.
+
+    Attributes:
+      x: choices [N] to go on from; may exceed the memory.
+      prices: cost for each byte of each memory row [R].
+      best: the cheapest choices that fit, or None.
+    """
+
+    flat: Flat
+    x: np.ndarray
+    prices: np.ndarray
+    rng: np.random.Generator
+    limit_bytes: float
+    expired: Callable[[], bool]
+    best: np.ndarray | None = None
+    best_objective: float = np.inf
+
+    def offer(self, x: np.ndarray) -> bool:
+        """Takes x if it fits and costs less than the best."""
+        objective = self.flat.objective(x)
+        if objective >= self.best_objective or self.flat.excess(x) > 0:
+            return False
+        self.best, self.best_objective = x.copy(), objective
+        return True
+
+    def fit(self, sweeps: int) -> None:
+        """Moves all nodes, prices rising where the memory is exceeded and falling while it is not."""
+        flat = self.flat
+        every = np.arange(len(self.x))
+        scale = self._byte_price()
+        step, feasible = 0.05, 0
+        self.offer(self.x)
+        for k in range(sweeps):
+            if self.expired():
+                return
+            costs = flat.split(flat.priced(self.prices))
+            self.x = improve(flat, costs, self.x, every, self._rank(k))
+            if not len(flat.room_bytes):
+                self.offer(self.x)
+                continue
+            over = (flat.used(self.x) - flat.room_bytes) / self.limit_bytes
+            if over.max() <= 0:
+                self.offer(self.x)
+                feasible += 1
+                step *= 0.7
+                self.prices = self.prices * 0.9
+            else:
+                rows = spread_peaks(over, 0.0, 10)
+                self.prices[rows] += step * scale * np.minimum(over[rows] + 0.01, 1.0)
+                step *= 1.1
+
+    def polish(self, rounds: int) -> int:
+        """Improves the best choices region by region, keeping the memory; returns how often it did."""
+        if self.best is None:
+            return 0
+        flat, gains = self.flat, 0
+        for k in range(rounds):
+            if self.expired():
+                break
+            size = int(len(self.x) * self.rng.choice([0.02, 0.1, 0.3, 1.0])) + 30
+            region = self._region(min(size, len(self.x)))
+            factor = self.rng.choice([0.0, 0.7, 1.0, 1.0, 1.5])
+            costs = flat.split(flat.priced(self.prices * factor))
+            gains += self.offer(improve(flat, costs, self.best, region, self._rank(k)))
+        return gains
+
+    def _byte_price(self) -> float:
+        """A price at which the whole limit costs about as much as the choices do."""
+        return max(abs(self.flat.objective(self.x)), 1e-30) / self.limit_bytes
+
+    def _rank(self, k: int) -> np.ndarray:
+        rank = self.rng.random(len(self.x))
+        return rank * np.array([len(near) for near in self.flat.neighbours]) if k % 2 else rank
+
+    def _region(self, size: int) -> np.ndarray:
+        """Returns `size` nodes, breadth first from a random one."""
+        count = len(self.x)
+        if size >= count:
+            return np.arange(count)
+        seen = np.zeros(count, bool)
+        found: list[int] = []
+        while len(found) < size:
+            start = int(self.rng.integers(count))
+            if seen[start]:
+                start = int(np.flatnonzero(~seen)[0])
+            seen[start] = True
+            ring = [start]
+            while ring and len(found) < size:
+                found += ring
+                near = [j for i in ring for j, _ in self.flat.neighbours[i]]
+                ring = [j for j in dict.fromkeys(near) if not seen[j]]
+                seen[ring] = True
+        return np.array(sorted(found[:size]), np.int64)
+
+
+def spread_peaks(excess: np.ndarray, threshold: float, count: int) -> list[int]:
+    """Returns at most `count` places where `excess` is above the threshold, highest first, not side by side."""
+    left = excess.copy()
+    below = np.flatnonzero(excess <= threshold)
+    found: list[int] = []
+    while len(found) < count and left.max(initial=-np.inf) > threshold:
+        k = int(left.argmax())
+        found.append(k)
+        at = int(np.searchsorted(below, k))
+        low = int(below[at - 1]) if at else -1
+        high = int(below[at]) if at < len(below) else len(excess)
+        width = max(1, (high - low) // 8)
+        left[max(low + 1, k - width) : min(high, k + width + 1)] = -np.inf
+    return found

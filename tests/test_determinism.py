@@ -1,0 +1,29 @@
+"""Same program, same plan, byte for byte, in any process."""
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+import autoshard
+from models import gpt
+plan = autoshard.plan(
+    gpt.train_step, *gpt.example_arguments("tiny"), mesh="data=4,model=2", hardware="v5e",
+    memory_limit_bytes=float(sys.argv[1]), donate_argnums=0,
+)
+sys.stdout.write(plan.to_json())
+"""
+
+
+def test_three_processes_with_different_hash_seeds_agree():
+    texts = []
+    for seed in ("0", "1", "4321"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        run = subprocess.run(
+            [sys.executable, "-c", SCRIPT, "2e6"], env=env, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        texts.append(run.stdout)
+    assert texts[0] == texts[1] == texts[2]
+    assert '"autoshard_plan": 1' in texts[0]
