@@ -11,7 +11,6 @@ from autoshard.jitted import JittedFunction, PlannedFunction
 from autoshard.meshes import MeshLike
 from autoshard.plan import Plan
 from autoshard.rules import rules_for
-from autoshard.solve import solve
 from autoshard.stages import Stages
 from autoshard.trace import Program, trace
 
@@ -145,7 +144,7 @@ def _plan_on(
         known = baselines(choices, program.carried)
     with stages.stage("solve"):
         hints = planning.hints(choices.problem, known)
-        solution = solve(choices.problem, time_limit_s=options.time_limit_s, hints=hints)
+        solution = planning.solved(choices, hints, options.time_limit_s)
         solution = planning.better(choices, solution, hints)
     with stages.stage("emit"):
         constraints = emit.constraints(choices, solution.choices)

@@ -27,6 +27,25 @@ class Choices:
     live: Liveness
     topology: Topology
     problem: ShardingProblem
+    node_ties: tuple[np.ndarray, ...]  # [S] of each node, the second objective
+    edge_ties: tuple[np.ndarray, ...]  # [S of a, S of b] of each edge
+
+    def with_ties(self, weight_s: float) -> ShardingProblem:
+        """Returns the problem with the second objective, steps and then sharded axes, added.
+
+        Ties between equally fast plans go to fewer collectives, then to simpler specs; at a small
+        enough weight nothing else changes.
+        """
+        problem = self.problem
+        nodes = (
+            dataclasses.replace(node, costs_s=node.costs_s + weight_s * ties)
+            for node, ties in zip(problem.nodes, self.node_ties, strict=True)
+        )
+        edges = (
+            dataclasses.replace(edge, costs_s=edge.costs_s + weight_s * ties)
+            for edge, ties in zip(problem.edges, self.edge_ties, strict=True)
+        )
+        return dataclasses.replace(problem, nodes=tuple(nodes), edges=tuple(edges))
 
     def sharding_of(self, value: Value, choices: Sequence[int]) -> Sharding:
         """Returns the sharding in which a value is produced."""
@@ -46,14 +65,25 @@ def build(
     order."""
     ops = tuple(graph.leaves())
     pricing = _Pricing(ops, tuple(tuple(s) for s in strategies), topology, liveness(graph, donated))
+    edges, edge_ties = pricing.edges()
     problem = ShardingProblem(
         nodes=tuple(pricing.node(i) for i in range(len(ops))),
-        edges=tuple(pricing.edges()),
+        edges=tuple(edges),
         usages=tuple(pricing.usages(donated)),
         usage_limit_bytes=memory_limit_bytes,
         name=name,
     )
-    return Choices(ops, pricing.strategies, pricing.producer, pricing.live, topology, problem)
+    node_ties = tuple(pricing.node_ties(i) for i in range(len(ops)))
+    return Choices(
+        ops,
+        pricing.strategies,
+        pricing.producer,
+        pricing.live,
+        topology,
+        problem,
+        node_ties,
+        tuple(edge_ties),
+    )
 
 
 class _Pricing:
@@ -116,8 +146,20 @@ class _Pricing:
                 )
         return total
 
-    def edges(self) -> list[Edge]:
-        found = []
+    def node_ties(self, i: int) -> np.ndarray:
+        """Returns [S] the collectives of each strategy, and a little for each axis at a border."""
+        border = self.ops[i].kind in (Kind.INPUT, Kind.OUTPUT)
+        axes = 0.01 if border else 0.0
+        return np.array(
+            [
+                bool(s.reduced) + bool(s.scattered) + axes * sum(len(r.axes) for r in s.results)
+                for s in self.strategies[i]
+            ]
+        )
+
+    def edges(self) -> tuple[list[Edge], list[np.ndarray]]:
+        """Returns the edges and their ties, the number of resharding steps."""
+        found, ties = [], []
         for i, op in enumerate(self.ops):
             for k, value in enumerate(op.operands):
                 if value is None or not value.shape:
@@ -128,7 +170,10 @@ class _Pricing:
                 costs = self._edge_costs(a, r, i, k, value, op.operand_trips[k])
                 if costs.any():
                     found.append(Edge(a, i, costs))
-        return found
+                    rows = self.indices(a, "results", r, value)
+                    columns = self.indices(i, "operands", k, value)
+                    ties.append(self.table(value).step_counts[np.ix_(rows, columns)])
+        return found, ties
 
     def _edge_costs(self, a: int, r: int, b: int, k: int, value: Value, trips: int) -> np.ndarray:
         key = (

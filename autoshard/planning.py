@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import explain, pins
@@ -20,12 +21,14 @@ from autoshard.meshes import MeshLike, candidate_shapes, concrete_mesh, devices_
 from autoshard.plan import Array, Plan, key_path
 from autoshard.problem import ShardingProblem, Solution, Status
 from autoshard.sharding import MeshShape, Sharding
-from autoshard.solve import smallest_peak
+from autoshard.solve import smallest_peak, solve
 from autoshard.stages import Stages
 from autoshard.strategies import Strategy, border_strategies, pinned_border
 from autoshard.strategies import strategies as rule_strategies
 from autoshard.topology import Topology, topology
 from autoshard.trace import Program
+
+TIES = 1e-6  # of the objective, for the second one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +202,24 @@ def hints(problem: ShardingProblem, known: Sequence[Baseline]) -> list[tuple[int
     limit = problem.usage_limit_bytes
     fitting = [b for b in known if limit is None or b.peak_bytes <= limit]
     return [b.choices for b in sorted(fitting, key=lambda b: b.objective_s)]
+
+
+def solved(choices: Choices, hints: Sequence[Sequence[int]], time_limit_s: float) -> Solution:
+    """Solves for seconds, then for the second objective, in one solve.
+
+    The ties weigh TIES of a known objective in all, so they cost the plan at most that much; the
+    bound is lowered by it, so that it stays one of the first objective.
+    """
+    problem = choices.problem
+    start = hints[0] if hints else [int(np.argmin(n.costs_s)) for n in problem.nodes]
+    ties = sum(t.max(initial=0) for t in (*choices.node_ties, *choices.edge_ties))
+    weight_s = TIES * problem.objective_s(start) / max(float(ties), 1.0)
+    solution = solve(choices.with_ties(weight_s), time_limit_s=time_limit_s, hints=hints)
+    if not solution.choices:
+        return solution
+    objective_s = problem.objective_s(solution.choices)
+    bound_s = min(solution.bound_s - weight_s * float(ties), objective_s)
+    return dataclasses.replace(solution, objective_s=objective_s, bound_s=max(bound_s, 0.0))
 
 
 def better(choices: Choices, solution: Solution, hints: Sequence[Sequence[int]]) -> Solution:

@@ -74,6 +74,11 @@ class ReshardTable:
             )
         return found
 
+    @property
+    def step_counts(self) -> np.ndarray:
+        """The number of steps of each cheapest way, [n, n]."""
+        return self._best % _STEPS
+
     def steps(self, before: Sharding, after: Sharding) -> tuple[Step, ...]:
         """Returns the cheapest steps from one sharding to another; none if they are the same."""
         at, end, steps = self.index(before), self.index(after), []

@@ -23,7 +23,7 @@ class Flat:
     sizes: np.ndarray  # [N] strategies
     start: np.ndarray  # [N+1] the node's first of V
     costs: np.ndarray  # [V]
-    neighbours: Neighbours  # for each node (other node, costs [S, S of other])
+    neighbours: Neighbours  # for each node (other node, costs [S, S of other]), a penalty for inf
     edge_a: np.ndarray  # [E]
     edge_b: np.ndarray  # [E]
     edge_start: np.ndarray  # [E] into edge_costs
@@ -43,8 +43,8 @@ class Flat:
         place = {i: n for n, i in enumerate(names)}
         sizes = np.array([len(core.costs[i]) for i in names], np.int64)
         start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        neighbours = [[(place[j], m) for j, m in core.edges[i].items()] for i in names]
-        pairs = [(a, b, m) for a, near in enumerate(neighbours) for b, m in near if a < b]
+        pairs = [(place[i], place[j], m) for i in names for j, m in core.edges[i].items() if i < j]
+        neighbours = _with_penalty(pairs, [core.costs[i] for i in names])
         entries = [(place[i], span, size) for i in names for span, size in core.usages[i].items()]
         lengths = np.array([len(size) for _, _, size in entries], np.int64)
         usage_node = np.array([n for n, _, _ in entries], np.int64)
@@ -122,6 +122,21 @@ class Flat:
 
     def expand(self, core: Core, x: np.ndarray) -> tuple[int, ...]:
         return core.expand(dict(zip(self.names.tolist(), x.tolist(), strict=True)))
+
+
+def _with_penalty(
+    pairs: list[tuple[int, int, np.ndarray]], costs: list[np.ndarray]
+) -> Neighbours:
+    """A finite penalty, above what all else can differ by, lets a search pass through forbidden pairs."""
+    finite = [m if np.isfinite(m).all() else np.where(np.isfinite(m), m, 0.0) for _, _, m in pairs]
+    penalty = 2.0 * (sum(float(np.abs(m).max()) for m in finite) + sum(float(np.ptp(c)) for c in costs))
+    neighbours: Neighbours = [[] for _ in costs]
+    for (a, b, m), low in zip(pairs, finite, strict=True):
+        if low is not m:
+            low = np.where(np.isfinite(m), m, penalty + 1e-30)
+        neighbours[a].append((b, low))
+        neighbours[b].append((a, low.T))
+    return neighbours
 
 
 def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
@@ -309,7 +324,10 @@ class Search:
 
     def _byte_price(self) -> float:
         """A price at which the whole limit costs about as much as the choices do."""
-        return max(abs(self.flat.objective(self.x)), 1e-30) / self.limit_bytes
+        value = self.flat.objective(self.x)
+        if not np.isfinite(value):
+            value = float(np.abs(self.flat.costs).max(initial=0.0)) * len(self.x)
+        return max(abs(value), 1e-30) / self.limit_bytes
 
     def _rank(self, k: int) -> np.ndarray:
         rank = self.rng.random(len(self.x))

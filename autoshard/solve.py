@@ -251,7 +251,8 @@ class _Run:
         self.clock.expired()
 
     def _proven(self) -> bool:
-        return self.exhausted or self.objective - self.bound <= GAP * abs(self.objective)
+        gap = self.objective - self.bound
+        return self.exhausted or (bool(self.best) and gap <= GAP * abs(self.objective))
 
     def solution(self) -> Solution:
         self.stats["time_limit_struck"] = self.clock.struck
@@ -284,7 +285,8 @@ def _smallest_peak(problem: ShardingProblem, time_limit_s: float) -> Solution:
     best, growth = _level(flat, clock)
     bound, proven = -math.inf, not len(flat.sizes)
     if not proven and len(flat.edge_costs) <= PROGRAM_PAIRS and not clock.expired():
-        program = Program(flat, most, max(most + growth, 1.0), minimise_peak=True)
+        size = most + growth if math.isfinite(growth) else most
+        program = Program(flat, size, max(size, 1.0), minimise_peak=True)
         answer = program.solve(clock.left_s(), 2_000, 1e-6)
         if answer.infeasible:
             return Solution((), math.inf, math.inf, Status.INFEASIBLE, math.nan)
