@@ -12,7 +12,7 @@ from autoshard.meshes import MeshLike
 from autoshard.plan import Plan
 from autoshard.rules import rules_for
 from autoshard.stages import Stages
-from autoshard.trace import Program, trace
+from autoshard.trace import Program, auto_axes, trace
 
 
 def plan(
@@ -105,7 +105,8 @@ def _planned(
     fn: Callable, args: tuple, kwargs: dict, mesh: MeshLike | None, options: planning.Options
 ) -> planning.Planned:
     """Plans for one mesh, or for each candidate shape of the local devices, keeping the fastest."""
-    with Stages(f"planning {getattr(fn, '__name__', 'function')}").line() as stages:
+    stages = Stages(f"planning {getattr(fn, '__name__', 'function')}")
+    with stages.line(), auto_axes():
         with stages.stage("trace"):
             program = trace(
                 fn,

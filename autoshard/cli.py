@@ -1,7 +1,9 @@
 """The command line.
 
     python -m autoshard plan models.gpt:train_step --size 1b --mesh data=4,model=4 --hardware v5e
-    --save plan.json python -m autoshard explain plan.json
+    --save plan.json
+    python -m autoshard explain plan.json
+    python -m autoshard check plan.json models.gpt:train_step --size 1b --topology v5e:4x4
     python -m autoshard solve problem.json --time-limit 60 --output solution.json
 
 A module names its example arguments in a function `example_arguments(size)`, which returns a tuple
@@ -22,6 +24,7 @@ from rich.console import Console
 
 import autoshard
 from autoshard.errors import AutoshardError
+from autoshard.meshes import concrete_mesh
 
 UNITS = {
     "": 1,
@@ -73,6 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="print the explanation of a saved plan")
     explain.add_argument("plan", metavar="plan.json")
     explain.set_defaults(run=_explain)
+    check = commands.add_parser(
+        "check", help="compile a saved plan and set what XLA made of it beside the prediction"
+    )
+    check.add_argument("plan", metavar="plan.json")
+    check.add_argument("function", metavar="module:function")
+    check.add_argument("--size", help="passed to the module's example_arguments")
+    check.add_argument(
+        "--topology", help="a machine to compile for ahead of time, v5e:4x4; default: local devices"
+    )
+    check.set_defaults(run=_check)
     solve = commands.add_parser(
         "solve", help="solve a sharding problem file (IOPDDL JSON, plain or gzip)"
     )
@@ -103,6 +116,13 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _explain(args: argparse.Namespace) -> None:
     print(_read(args.plan, autoshard.load).explain())
+
+
+def _check(args: argparse.Namespace) -> None:
+    plan = _read(args.plan, autoshard.load)
+    function, arguments, _ = load_example(args.function, args.size)
+    mesh = None if args.topology else concrete_mesh(plan.mesh)
+    print(plan.check(function, *arguments, mesh=mesh, topology=args.topology))
 
 
 def _solve(args: argparse.Namespace) -> None:

@@ -60,6 +60,23 @@ class Chip:
             return (1, self.lanes)
         return (max(1, int(self.sublane_bytes // max(itemsize, 1))), self.lanes)
 
+    def stored_bytes(self, shape: tuple[int, ...], itemsize: float) -> float:
+        """Returns what one device's block of an array takes in HBM, its last two dims padded.
+
+        A second minor dim smaller than the tile shrinks the tile to the next power of two.
+        """
+        if not shape or not self.sublane_bytes:
+            return math.prod(shape) * itemsize
+        rows, lanes = self.tile(itemsize)
+        *outer, minor = shape
+        if not outer:
+            return math.ceil(minor / lanes) * lanes * itemsize
+        *outer, second = outer
+        if 0 < second < rows:
+            rows = max(2 ** math.ceil(math.log2(second)), int(4 // max(itemsize, 1)))
+        padded = math.ceil(second / rows) * rows * math.ceil(minor / lanes) * lanes
+        return math.prod(outer) * padded * itemsize
+
     def per_core(self) -> "Chip":
         """Returns the share of one core, for runtimes that show each core as a device."""
         return dataclasses.replace(

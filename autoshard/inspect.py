@@ -206,28 +206,6 @@ def _positions(compiled: jax.stages.Compiled, mesh: Mesh) -> list[int] | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedCollective:
-    """One collective that the plan priced."""
-
-    kind: str  # one of KINDS
-    axes: Axes
-    bytes: float  # of one run, on one device, in the unit of CompiledCollective
-    trips: int  # runs in a step
-    source: str  # "file.py:12 (fn)"
-    reason: str  # what it is for: "gradient of w, summed over data"
-
-    @property
-    def total_bytes(self) -> float:
-        return self.bytes * self.trips
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kind} over {axes_text(self.axes)}: {self.trips} x "
-            f"{bytes_text(self.bytes)} at {self.source}: {self.reason}"
-        )
-
-
 class Planned(Protocol):
     """What is compared of a planned collective, whoever made it."""
 

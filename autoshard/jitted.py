@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard.apply import constrained
 from autoshard.errors import MeshError, PlanError
 from autoshard.meshes import concrete_mesh, mesh_shape
 from autoshard.plan import Plan
-from autoshard.trace import Program, trace
+from autoshard.trace import Program, auto_axes, trace
 
 
 class _OtherArguments(Exception):
@@ -38,20 +39,29 @@ class PlannedFunction:
         self.program = program
         self._jitted: Callable | None = None
         self._shardings: tuple = ()
+        self._leaf_shardings: list[NamedSharding] = []
+        self._structure: Any = None
+        self._shapes: list[tuple[int, ...]] = []
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         jitted = self._jitted or self._build(args, kwargs)
         if kwargs or self.static_argnums:
             args = self._flat_arguments(args, kwargs)
-        try:
+        leaves, tree = jax.tree.flatten(args)
+        if tree != self._structure:
+            raise _OtherArguments
+        for x, sharding in zip(leaves, self._leaf_shardings, strict=True):
+            # jax.jit would compile once more for arguments that lie elsewhere, or refuse them.
+            if getattr(x, "sharding", None) is not sharding:
+                args = jax.tree.unflatten(tree, self._moved(leaves))
+                break
+        if jax.sharding.get_abstract_mesh().empty:
             return jitted(*args)
-        except ValueError:
-            # jax.jit refuses a committed array in another sharding before it runs anything: move
-            # and try again.
-            if self._lie_right(args):
-                raise
-            return jitted(*jax.device_put(args, self._shardings))
+        with jax.sharding.use_abstract_mesh(
+            self.mesh.abstract_mesh
+        ):  # the caller's may be Explicit
+            return jitted(*args)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers for arrays or jax.ShapeDtypeStructs, as `jax.jit(f).lower` does."""
@@ -66,7 +76,8 @@ class PlannedFunction:
 
     def _build(self, args: tuple, kwargs: dict) -> Callable:
         plan = self.plan
-        program = self.program or trace(self.fn, args, kwargs, self.static_argnums)
+        with auto_axes():
+            program = self.program or trace(self.fn, args, kwargs, self.static_argnums)
         _check_program(plan, program)
         place = functools.partial(NamedSharding, self.mesh)
         in_leaves = [place(a.spec) for a in plan.arguments]
@@ -77,7 +88,8 @@ class PlannedFunction:
         donate = tuple(i for i, tree in enumerate(flat_positions) if any(jax.tree.leaves(tree)))
         out_shardings = jax.tree.unflatten(program.out_tree, [place(r.spec) for r in plan.results])
         run = constrained(program.jaxpr, plan.constraints, self.mesh, plan.carried)
-        structure = jax.tree.structure(self._shardings)
+        self._leaf_shardings, self._structure = jax.tree.flatten(self._shardings)
+        self._shapes = [v.shape for v in program.inputs]
         avals = [
             (v.aval.shape, v.aval.dtype)
             for v in program.jaxpr.jaxpr.invars
@@ -86,7 +98,7 @@ class PlannedFunction:
 
         def planned(*xs):
             leaves, tree = jax.tree.flatten(xs)
-            if tree != structure or [(x.shape, x.dtype) for x in leaves] != avals:
+            if tree != self._structure or [(x.shape, x.dtype) for x in leaves] != avals:
                 raise _OtherArguments
             return jax.tree.unflatten(program.out_tree, run(*leaves))
 
@@ -99,12 +111,18 @@ class PlannedFunction:
         )
         return self._jitted
 
-    def _lie_right(self, args: tuple) -> bool:
-        leaves, wanted = jax.tree.leaves(args), jax.tree.leaves(self._shardings)
-        return len(leaves) != len(wanted) or all(
-            not isinstance(x, jax.Array) or x.sharding.is_equivalent_to(s, x.ndim)
-            for x, s in zip(leaves, wanted, strict=True)
-        )
+    def _moved(self, leaves: list[Any]) -> list[Any]:
+        """Returns the arguments in the plan's shardings; those that lie there already are kept."""
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return leaves  # under another transformation jit moves them itself
+        moved = []
+        for x, sharding, shape in zip(leaves, self._leaf_shardings, self._shapes, strict=True):
+            if np.shape(x) != shape:
+                raise _OtherArguments
+            if not isinstance(x, jax.Array) or not x.committed or x.sharding != sharding:
+                x = jax.device_put(x, sharding)
+            moved.append(x)
+        return moved
 
 
 def planned_function(

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -19,6 +19,9 @@ from autoshard.emit import PlannedCollective
 from autoshard.errors import PlanError
 from autoshard.problem import Status
 from autoshard.sharding import MeshShape, Sharding
+
+if TYPE_CHECKING:
+    from autoshard.check import Check
 
 VERSION = 1
 
@@ -115,6 +118,32 @@ class Plan:
         from autoshard.jitted import planned_function
 
         return planned_function(self, fn, mesh, **options)
+
+    def check(
+        self,
+        fn: Callable,
+        *args: Any,
+        mesh: Any = None,
+        topology: str | None = None,
+        static_argnums: Sequence[int] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> "Check":
+        """Compiles `fn` under the plan; returns what was predicted beside what XLA made of it.
+
+        Args:
+          args: arrays or jax.ShapeDtypeStruct, as planned.
+          mesh: a mesh of devices, real or ahead-of-time; None: the planned mesh.
+          topology: a machine to compile for that need not be here, as "v5e:4x4", instead of a mesh.
+
+        Raises:
+          MeshError, HardwareError: the target does not fit the plan, or is unknown.
+          PlanError: `fn` is not the program that was planned.
+        """
+        from autoshard.check import check
+
+        return check(
+            self, fn, args, kwargs, mesh=mesh, topology=topology, static_argnums=static_argnums
+        )
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the plan as JSON, the same bytes for the same plan."""

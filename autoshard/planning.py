@@ -100,9 +100,9 @@ def target(mesh: MeshLike, options: Options) -> Target:
         hardware = preset(hardware)
     limit = options.memory_limit_bytes
     if limit is None:
-        limit = float(hardware.chip.usable_hbm_bytes)
+        limit = hardware.chip.usable_hbm_bytes
     real = mesh if isinstance(mesh, Mesh) else None
-    return Target(shape, topology(shape, hardware, devices), hardware.name, limit, real)
+    return Target(shape, topology(shape, hardware, devices), hardware.name, float(limit), real)
 
 
 def pinned(program: Program, target: Target, options: Options) -> tuple[Program, Pins]:

@@ -24,6 +24,7 @@ from autoshard.problem import ShardingProblem, live_rows
 Span = tuple[int, int]  # the memory rows [first, last)
 
 MAX_TABLE = 4_000_000  # entries of the largest table built while eliminating or comparing
+MAX_COMPARED = 300  # strategies of a node up to which they are compared for dominance
 BIG = 1e200
 
 
@@ -40,6 +41,7 @@ class Core:
       edges: `edges[i][j]` is [S_i, S_j]; `edges[j][i]` is its transpose.
       usages: for each node the bytes [S_i] over each span of rows, the least of them being 0.
       room_bytes: [rows] what the limit leaves in each memory row for `usages`.
+      row_names: [rows] the memory rows left, ascending.
       constant_s: cost of what is already decided.
       removed: how often each reduction applied.
 
@@ -63,6 +65,7 @@ class Core:
         limit = problem.usage_limit_bytes if memory else None
         first, last = live_rows(problem.usages)
         rows = int(last.max(initial=0)) if limit is not None else 0
+        self.row_names = np.arange(rows)
         self.room_bytes = np.full(rows, 0.0 if limit is None else limit)
         if limit is not None:
             for usage, f, n in zip(problem.usages, first.tolist(), last.tolist(), strict=True):
@@ -301,6 +304,8 @@ class Core:
         """Returns where a strategy [S_i] is not made useless by another one that is kept."""
         costs = self.costs[i]
         count = len(costs)
+        if count > MAX_COMPARED:
+            return np.ones(count, bool)
         # better[p, q]: q uses no more than p in any span, and may cost no more; narrowed below
         better = ~np.eye(count, dtype=bool)
         for size in self.usages[i].values():
@@ -360,6 +365,7 @@ class Core:
         self._count("row", rows - len(kept))
         place = np.searchsorted(np.array(kept, np.int64), np.arange(rows + 1)).tolist()
         self.room_bytes = self.room_bytes[kept]
+        self.row_names = self.row_names[kept]
         for i in dict.fromkeys(i for i, _ in entries):
             spans, self.usages[i] = self.usages[i], {}
             for (first, last), size in spans.items():

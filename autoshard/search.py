@@ -292,7 +292,7 @@ class Search:
             if self.expired():
                 return
             costs = flat.split(flat.priced(self.prices))
-            self.x = improve(flat, costs, self.x, every, self._rank(k))
+            self.x = improve(flat, costs, self.x, every, self.rank(k))
             if not len(flat.room_bytes):
                 self.offer(self.x)
                 continue
@@ -319,7 +319,7 @@ class Search:
             region = self._region(min(size, len(self.x)))
             factor = self.rng.choice([0.0, 0.7, 1.0, 1.0, 1.5])
             costs = flat.split(flat.priced(self.prices * factor))
-            gains += self.offer(improve(flat, costs, self.best, region, self._rank(k)))
+            gains += self.offer(improve(flat, costs, self.best, region, self.rank(k)))
         return gains
 
     def _byte_price(self) -> float:
@@ -329,7 +329,7 @@ class Search:
             value = float(np.abs(self.flat.costs).max(initial=0.0)) * len(self.x)
         return max(abs(value), 1e-30) / self.limit_bytes
 
-    def _rank(self, k: int) -> np.ndarray:
+    def rank(self, k: int) -> np.ndarray:
         rank = self.rng.random(len(self.x))
         return rank * np.array([len(near) for near in self.flat.neighbours]) if k % 2 else rank
 

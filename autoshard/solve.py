@@ -23,11 +23,14 @@ from typing import Any
 import numpy as np
 
 from autoshard.bound import Program, Relaxed
+from autoshard.dual import Dual
 from autoshard.problem import ShardingProblem, Solution, Status
 from autoshard.reduce import Core, Infeasible
 from autoshard.search import Flat, Search, improve
 
 GAP = 1e-7  # relative; a smaller one counts as proven
+ROUNDS = 12
+SWEEPS = (2, 3, 5)  # in the first rounds and in all later ones
 PROGRAM_PAIRS = 400_000  # edge pairs up to which the relaxation is solved by the engine
 
 
@@ -128,41 +131,125 @@ class _Run:
         self.stats["core_pairs"] = len(self.flat.edge_costs)
 
     def improve_and_prove(self) -> None:
-        """Search, relaxation and pruning in turn until the core is small; then the integer program."""
-        search = self.stage("search", self._search, 60, 100)
-        for _ in range(4):
+        """Messages, search and pruning in turn; then the relaxation and the integer program."""
+        search = self.stage("search", self._start)
+        dual = self._dual(search, None)
+        for k in range(ROUNDS):
             if self._proven() or self.clock.expired():
                 return
+            before = self.bound
+            self.stage("messages", self._pass_messages, dual, search, SWEEPS[min(k, 2)])
+            gained = self.bound - before
+            self.log(k, dual, search)
+            if self._proven() or self.clock.expired():
+                return
+            if self.best and self.stage("prune", self._prune_nodes, dual):
+                search = self._restart(search)
+                dual = self._dual(search, dual)
+            elif gained < 1e-4 * abs(self.bound):
+                break
+            if not len(self.flat.sizes):
+                break
+        for _ in range(4):
             pairs = len(self.flat.edge_costs)
             if pairs > PROGRAM_PAIRS or not self._relax_and_prune(search):
                 break
+            if self._proven() or self.clock.expired():
+                return
+            search = self._restart(search)
+            self.stage("search", search.polish, 50)
+            self._take(search)
             if len(self.flat.edge_costs) > 0.7 * pairs:
                 break
-            search = self.stage("search", self._search, 10, 50, search)
         if not (self._proven() or self.clock.expired()):
             self.stage("integer", self._integer)
 
-    def _search(self, sweeps: int, rounds: int, previous: Search | None = None) -> Search:
+    def log(self, k, dual, search):
+        if __import__("os").environ.get("SLOG"):
+            print(k, round(self.clock.limit_s-self.clock.left_s(),1), 'nodes',len(self.flat.sizes),'pairs',len(self.flat.edge_costs),'bound',self.bound,'best',self.objective,'step',dual._step,'rows',len(dual._rows),'x',self.core.constant_s+self.flat.objective(search.x),'over',self.flat.excess(search.x)/(self.problem.usage_limit_bytes or 1), 'prunable', float((dual.excess+dual.excess_bound>self.objective-self.core.constant_s).mean()),flush=True)
+
+    def _start(self) -> Search:
         flat = self.flat
         if self.best:
             x = flat.restart(self.core, self.best)
         else:
             x = np.array([int(np.argmin(c)) for c in flat.split(flat.costs)], np.int64)
-        prices = np.zeros(len(flat.room_bytes))
-        limit = self.problem.usage_limit_bytes or 1.0
-        search = Search(flat, x, prices, self.rng, limit, self.clock.expired)
-        if len(flat.sizes) == 0:
-            self.exhausted = True
-            self.offer(flat.expand(self.core, x))
-            return search
-        search.fit(sweeps)
-        search.polish(rounds)
+        search = self._new_search(x, np.zeros(len(flat.room_bytes)))
+        search.fit(1)
         self._take(search)
         return search
+
+    def _new_search(self, x: np.ndarray, prices: np.ndarray) -> Search:
+        limit = self.problem.usage_limit_bytes or 1.0
+        return Search(self.flat, x, prices, self.rng, limit, self.clock.expired)
+
+    def _restart(self, old: Search) -> Search:
+        """The same search after the core has shrunk."""
+        rows = np.searchsorted(self._old_rows, self.core.row_names)
+        x = self.flat.restart(self.core, self.best)
+        search = self._new_search(x, old.prices[rows])
+        search.offer(x)
+        if not len(self.flat.sizes):
+            self._take(search)
+        return search
+
+    def _dual(self, search: Search, old: Dual | None) -> Dual:
+        dual = Dual(self.flat, search.prices)
+        names = dual.names(self.core)
+        if old is not None:
+            dual.inherit(old, self._message_names, names)
+        self._message_names = names
+        return dual
+
+    def _pass_messages(self, dual: Dual, search: Search, sweeps: int) -> None:
+        """Sweeps, each with choices read off, improved, and prices moved after them."""
+        every = np.arange(len(self.flat.sizes))
+        for k in range(sweeps):
+            if self.clock.expired():
+                break
+            bound = self.core.constant_s + dual.sweep()
+            self.bound = max(self.bound, min(bound, self.objective))
+            costs = self.flat.split(self.flat.priced(dual.prices))
+            x = improve(self.flat, costs, dual.decode(), every, search.rank(k))
+            search.x = x
+            search.offer(x)
+            target = search.best_objective
+            if math.isinf(target):
+                target = dual.bound + 0.1 * abs(dual.bound)
+            if len(dual.prices):
+                dual.adjust(self.flat.used(x), target)
+        search.prices = dual.prices.copy()
+        if search.best is None:
+            search.fit(10)
+        search.polish(5)
+        self._take(search)
+
+    def _prune_nodes(self, dual: Dual) -> bool:
+        """Removes strategies that the messages rule out, if they are many."""
+        limit = self.objective - self.core.constant_s
+        limit += 1e-9 * abs(self.objective)
+        hopeless = dual.excess + dual.excess_bound > limit
+        if hopeless.mean() < 0.1:
+            return False
+        self._remove(hopeless)
+        return True
+
+    def _remove(self, hopeless: np.ndarray) -> None:
+        names = self.flat.names.tolist()
+        self._old_rows = self.core.row_names
+        for i, out in zip(names, self.flat.split(hopeless), strict=True):
+            if out.any():
+                self.core.restrict(i, ~out)
+        removed = self.core.removed
+        removed["pruned"] = removed.get("pruned", 0) + int(np.count_nonzero(hopeless))
+        self.core.reduce(self.clock.expired)
+        self._flatten()
 
     def _take(self, search: Search) -> None:
         if search.best is not None:
             self.offer(self.flat.expand(self.core, search.best))
+        if not len(self.flat.sizes):
+            self.exhausted = True
 
     def _relax_and_prune(self, search: Search) -> bool:
         """Raises the bound; returns whether pruning made the core smaller."""
@@ -206,7 +293,6 @@ class _Run:
         """Removes strategies and pairs that would raise the bound above the best cost by more than rounding."""
         flat, core = self.flat, self.core
         allowed = room_s + 1e-6 * (abs(self.objective) + abs(room_s))
-        hopeless = flat.split(relaxed.node_excess > allowed)
         names = flat.names.tolist()
         for a, b, start in zip(
             flat.edge_a.tolist(), flat.edge_b.tolist(), flat.edge_start.tolist(), strict=True
@@ -215,12 +301,7 @@ class _Run:
             pairs = relaxed.pair_excess[start : start + shape[0] * shape[1]] > allowed
             if pairs.any():
                 core.forbid(names[a], names[b], pairs.reshape(shape))
-        for i, out in zip(names, hopeless, strict=True):
-            if out.any():
-                core.restrict(i, ~out)
-                core.removed["pruned"] = core.removed.get("pruned", 0) + int(out.sum())
-        core.reduce(self.clock.expired)
-        self._flatten()
+        self._remove(relaxed.node_excess > allowed)
         return True
 
     def _integer(self) -> None:

@@ -1,6 +1,7 @@
 """A function and its arguments -> a jaxpr -> a Graph, with argument paths, source lines and
 donation."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 from jax.extend import source_info_util
+from jax.sharding import AbstractMesh, AxisType
 
 from autoshard.errors import ArgumentError
 from autoshard.graph import Graph, Kind, Op, Value, share_reads
@@ -100,6 +102,20 @@ def trace(
         out_tree=out_tree,
         name=_name(fn),
         fingerprint=digest,
+    )
+
+
+def auto_axes() -> contextlib.AbstractContextManager:
+    """Returns a context in which the axes of the caller's mesh, if there is one, are all Auto.
+
+    On Explicit axes JAX would decide shardings while it traces, and forbid constraints.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or all(kind is AxisType.Auto for kind in mesh.axis_types):
+        return contextlib.nullcontext()
+    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
     )
 
 

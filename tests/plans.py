@@ -16,13 +16,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autoshard import emit, planning
-from autoshard.cost import Choices
+from autoshard.graph import Value
 from autoshard.jitted import PlannedFunction, planned_function
 from autoshard.problem import ShardingProblem, Solution, Status
 from autoshard.rules import rules_for
+from autoshard.sharding import Sharding
 from autoshard.stages import Stages
 from autoshard.strategies import Strategy
-from autoshard.trace import trace
+from autoshard.topology import Topology
+from autoshard.trace import Program, trace
 
 SIZES = {"8": (8,), "4x2": (4, 2), "2x2x2": (2, 2, 2)}
 # Programs this small are not worth XLA's time.
@@ -50,28 +52,33 @@ def random_plan(
     program, pins = planning.pinned(program, target, given)
     rules = rules_for([op.eqn for op in planning.leaf_ops(program)])
     strategies = tuple(planning.strategies(program, rules, target, pins))
-    ops = tuple(program.graph.leaves())
-    producer = {id(v): (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)}
-    nothing = ShardingProblem((), (), ())
-    live: Any = None  # random plans have no costs
-    choices = Choices(ops, strategies, producer, live, target.topology, nothing)
+    choices: Any = _Unpriced(program, strategies, target.topology)
     solution = Solution(_pick(choices, random.Random(seed)), 0.0, 0.0, Status.FEASIBLE, 0.0)
     constraints = emit.constraints(choices, solution.choices)
-    priced = _Unpriced(solution, choices)
     plan = planning.assemble(
-        program, target, priced.choices, solution, (), constraints, (), Stages("random plan")
+        program, target, choices, solution, (), constraints, (), Stages("random plan")
     )
     return planned_function(plan, fn, mesh, given.static_argnums, program)
 
 
 class _Unpriced:
-    """Choices whose problem has no usages to report."""
+    """`Choices` without the costs that a random plan has no use for."""
 
-    def __init__(self, solution: Solution, choices: Choices):
-        self.choices = choices
+    problem = ShardingProblem((), (), (), None)
+
+    def __init__(self, program: Program, strategies, topology: Topology):
+        self.ops, self.strategies = tuple(program.graph.leaves()), strategies
+        self.topology = topology
+        self.producer = {
+            id(v): (i, k) for i, op in enumerate(self.ops) for k, v in enumerate(op.results)
+        }
+
+    def sharding_of(self, value: Value, picked: Sequence[int]) -> Sharding:
+        node, k = self.producer[id(value)]
+        return self.strategies[node][picked[node]].results[k]
 
 
-def _pick(choices: Choices, rng: random.Random) -> tuple[int, ...]:
+def _pick(choices: _Unpriced, rng: random.Random) -> tuple[int, ...]:
     """Returns a strategy for each operation: any, or one that takes its operands as they are."""
     follow = rng.choice((0.0, 0.5, 0.9))
     picked: list[int] = []

@@ -1,6 +1,8 @@
 """`autoshard.jit` and `autoshard.plan` as a user meets them."""
 
+import contextlib
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,28 @@ import autoshard
 from autoshard.jitted import JittedFunction
 
 S = jax.ShapeDtypeStruct
+
+
+@contextlib.contextmanager
+def _compiles():
+    """Collects the names of the functions that jax compiles while the block runs."""
+    names: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            text = record.getMessage()
+            if text.startswith("Finished XLA compilation of jit("):
+                names.append(text.split("jit(")[1].split(")")[0])
+
+    handler = Handler()
+    logger = logging.getLogger("jax._src.dispatch")
+    logger.addHandler(handler)
+    propagate, logger.propagate = logger.propagate, False
+    try:
+        yield names
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
 
 
 def mesh_4x2(**kwargs) -> Mesh:
@@ -269,3 +293,14 @@ def test_gradients_through_a_planned_function_keep_custom_rules():
     clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1.0, 1.0),))
     run = autoshard.jit(lambda x: jnp.sum(clip(x) * 5.0), mesh=mesh_4x2())
     assert_close(jax.grad(run)(jnp.ones(8)), jnp.ones(8))
+
+
+def test_a_second_call_compiles_nothing():
+    run = autoshard.jit(step, mesh=mesh_4x2(), memory_limit_bytes=60_000)
+    state, batch = arguments()
+    with jax.log_compiles(), _compiles() as names:
+        state, _ = run(state, np.asarray(batch))
+        first = names.count("step")
+        state, _ = run(state, batch)
+        run(state, np.asarray(batch))
+    assert (first, names.count("step")) == (1, 1)

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from autoshard.emit import PlannedCollective
 from autoshard.hlo_collectives import CompiledCollective
-from autoshard.inspect import CompiledStep, PlannedCollective, unplanned
+from autoshard.inspect import CompiledStep, unplanned
 from autoshard.schedule import Schedule
 from autoshard.sharding import MeshShape
 
@@ -14,7 +15,7 @@ MIB = float(1 << 20)
 
 
 def planned(kind, axes, nbytes=MIB, trips=1, source="m.py:1 (f)"):
-    return PlannedCollective(kind, tuple(axes.split()), nbytes, trips, source, "weight of w")
+    return PlannedCollective(kind, tuple(axes.split()), nbytes, trips, 0.0, "w", source, "reshard")
 
 
 def compiled(kind, axes, nbytes=MIB, trips=1, source="m.py:1 (f)"):
