@@ -1,6 +1,7 @@
 """autoshard decides how a JAX program is sharded."""
 
 from autoshard.api import jit, plan
+from autoshard.calibrate import calibrate
 from autoshard.errors import (
     ArgumentError,
     AutoshardError,
@@ -12,22 +13,25 @@ from autoshard.errors import (
     PlanError,
     ProblemError,
 )
-from autoshard.hardware import Hardware
+from autoshard.hardware import Chip, Hardware, Link
 from autoshard.plan import Plan, load
 
 __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "AutoshardError",
+    "Chip",
     "Hardware",
     "HardwareError",
     "InfeasibleError",
+    "Link",
     "MeshError",
     "NoSolutionError",
     "PinError",
     "Plan",
     "PlanError",
     "ProblemError",
+    "calibrate",
     "jit",
     "load",
     "plan",

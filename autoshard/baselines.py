@@ -66,6 +66,7 @@ class _Walk:
     def __init__(self, choices: Choices, carried, batch: Axes, state: Axes):
         self.choices, self.carried, self.batch, self.state = choices, carried, batch, state
         self.batch_dim: dict[int, int] = {}
+        self.splits: dict[tuple[int, int, int], np.ndarray] = {}
         self.picked: list[int] = []
         self.incoming: list[list] = [[] for _ in choices.ops]
         for edge in choices.problem.edges:
@@ -112,18 +113,19 @@ class _Walk:
             for k, v in enumerate(op.operands)
             if v is not None and id(v) in self.batch_dim
         ]
-        batch = set(self.batch)
+        kept = np.ones(len(strategies), bool)
+        for k, d in labels:
+            key = (id(strategies), k, d)
+            if key not in self.splits:
+                self.splits[key] = np.array([self._splits(s.operands[k], d) for s in strategies])
+            kept &= self.splits[key]
+        return kept
 
-        def keeps(s: Strategy) -> bool:
-            return all(
-                s.operands[k].dims[d] == self.batch
-                and not any(
-                    batch & set(axes) for e, axes in enumerate(s.operands[k].dims) if e != d
-                )
-                for k, d in labels
-            )
-
-        return np.array([keeps(s) for s in strategies])
+    def _splits(self, sharding: Sharding, dim: int) -> bool:
+        """Whether the batch axes, all of them, split this dim and no other."""
+        return sharding.dims[dim] == self.batch and not any(
+            a in axes for e, axes in enumerate(sharding.dims) if e != dim for a in self.batch
+        )
 
     def _label(self, op: Op, strategy: Strategy) -> None:
         has_batch = any(v is not None and id(v) in self.batch_dim for v in op.operands)

@@ -96,6 +96,7 @@ class _Pricing:
         }
         self._indices: dict[tuple, np.ndarray] = {}
         self._matrices: dict[tuple, np.ndarray] = {}
+        self._texts: dict[int, tuple[str, ...]] = {}
         self._local: dict[tuple, np.ndarray] = {}
 
     def table(self, value: Value) -> ReshardTable:
@@ -121,7 +122,9 @@ class _Pricing:
 
     def node(self, i: int) -> Node:
         op = self.ops[i]
-        texts = tuple(map(str, self.strategies[i]))
+        texts = self._texts.get(id(self.strategies[i]))
+        if texts is None:
+            texts = self._texts[id(self.strategies[i])] = tuple(map(str, self.strategies[i]))
         return Node(op.trips * (self._compute_s(i) + self._collective_s(i)), op.path, texts)
 
     def _compute_s(self, i: int) -> np.ndarray:

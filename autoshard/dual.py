@@ -45,6 +45,7 @@ class Dual:
         self._rows: dict[int, None] = dict.fromkeys(np.flatnonzero(prices).tolist())
         self._step = 1.0
         self._stalled = 0
+        self.settled = False
         self.messages = [np.zeros(0)] * (2 * len(flat.edge_a))
         self._ahead: list[list[_Edge]] = [[] for _ in flat.sizes]
         self._behind: list[list[_Edge]] = [[] for _ in flat.sizes]
@@ -119,6 +120,10 @@ class Dual:
             prices[rows] = np.maximum(prices[rows] + self._step * room / length * step, 0.0)
             self.reprice(prices)
 
+    def settle(self) -> None:
+        """Declares the prices to be as good as they get."""
+        self.settled = True
+
     def inherit(self, old: "Dual", old_names: dict, names: dict) -> None:
         """Takes over the messages of edges that are still there.
 
@@ -128,6 +133,7 @@ class Dual:
             them and the receiver's strategies.
           names: the same for this.
         """
+        self.settled = old.settled
         for pair, (k, kept) in names.items():
             if pair in old_names:
                 j, before = old_names[pair]

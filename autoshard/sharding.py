@@ -48,7 +48,7 @@ class MeshShape:
             axes.append((name.strip(), int(size)))
         return cls(tuple(axes))
 
-    @property
+    @functools.cached_property
     def names(self) -> Axes:
         return tuple(name for name, _ in self.axes)
 
@@ -56,18 +56,25 @@ class MeshShape:
     def _sizes(self) -> dict[str, int]:
         return dict(self.axes)
 
+    @functools.cached_property
+    def _products(self) -> dict[str | Axes, int]:
+        return {(): 1}
+
     @property
     def device_count(self) -> int:
         return math.prod(size for _, size in self.axes)
 
     def size(self, axes: str | Axes) -> int:
         """Returns the number of devices along one axis or the product over several."""
-        if isinstance(axes, str):
-            axes = (axes,)
-        try:
-            return math.prod(self._sizes[a] for a in axes)
-        except KeyError as e:
-            raise MeshError(f"unknown mesh axis {e.args[0]!r}: the mesh is {self}") from None
+        found = self._products.get(axes)
+        if found is None:
+            names = (axes,) if isinstance(axes, str) else axes
+            try:
+                found = math.prod(self._sizes[a] for a in names)
+            except KeyError as e:
+                raise MeshError(f"unknown mesh axis {e.args[0]!r}: the mesh is {self}") from None
+            self._products[axes] = found
+        return found
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
@@ -95,7 +102,14 @@ class Sharding:
             entries.pop()
         return PartitionSpec(*entries)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.dims)
+
+    @functools.cached_property
     def axes(self) -> Axes:
         """All axes used, in the order of the dims."""
         return tuple(itertools.chain.from_iterable(self.dims))

@@ -29,9 +29,10 @@ from autoshard.reduce import Core, Infeasible
 from autoshard.search import Flat, Search, improve
 
 GAP = 1e-7  # relative; a smaller one counts as proven
-ROUNDS = 12
+ROUNDS = 20
 SWEEPS = (2, 3, 5)  # in the first rounds and in all later ones
-PROGRAM_PAIRS = 400_000  # edge pairs up to which the relaxation is solved by the engine
+KERNEL_PAIRS = 120_000  # the same for part of the strategies
+PROGRAM_PAIRS = 250_000  # edge pairs up to which the relaxation is solved by the engine
 
 
 def solve(
@@ -131,38 +132,122 @@ class _Run:
         self.stats["core_pairs"] = len(self.flat.edge_costs)
 
     def improve_and_prove(self) -> None:
-        """Messages, search and pruning in turn; then the relaxation and the integer program."""
+        """Messages, pruning and the programs in turn until the gap closes; then polishing."""
         search = self.stage("search", self._start)
         dual = self._dual(search, None)
+        stalled = 0
         for k in range(ROUNDS):
-            if self._proven() or self.clock.expired():
+            if self._done():
                 return
             before = self.bound
             self.stage("messages", self._pass_messages, dual, search, SWEEPS[min(k, 2)])
-            gained = self.bound - before
             self.log(k, dual, search)
-            if self._proven() or self.clock.expired():
+            if self._done():
                 return
             if self.best and self.stage("prune", self._prune_nodes, dual):
-                search = self._restart(search)
-                dual = self._dual(search, dual)
-            elif gained < 1e-4 * abs(self.bound):
+                search, dual = self._restart(search, dual)
+                continue
+            small = len(self.flat.edge_costs) <= PROGRAM_PAIRS
+            stalled = stalled + 1 if self.bound - before < 1e-3 * abs(self.bound) else 0
+            if k < 1 or not (stalled or dual.prices.any()):
+                continue
+            if small:
                 break
-            if not len(self.flat.sizes):
+            if stalled > 3:
                 break
+            self.stage("kernel", self._kernel, dual, search)
+        self._finish(search)
+
+    def _finish(self, search: Search) -> None:
+        """Relaxation and integer program where the core is small enough, then polishing."""
         for _ in range(4):
             pairs = len(self.flat.edge_costs)
             if pairs > PROGRAM_PAIRS or not self._relax_and_prune(search):
                 break
-            if self._proven() or self.clock.expired():
+            if self._done():
                 return
-            search = self._restart(search)
-            self.stage("search", search.polish, 50)
-            self._take(search)
+            search, _ = self._restart(search, None)
             if len(self.flat.edge_costs) > 0.7 * pairs:
                 break
-        if not (self._proven() or self.clock.expired()):
+        if self._done():
+            return
+        if len(self.flat.edge_costs) <= PROGRAM_PAIRS:
             self.stage("integer", self._integer)
+        while not self._done():
+            self.stage("polish", search.polish, 100)
+            self._take(search)
+            if self.deterministic:
+                break
+
+    def _done(self) -> bool:
+        return self._proven() or self.clock.expired()
+
+    def _kernel(self, dual: Dual, search: Search) -> None:
+        """Solves the programs over each node's most promising strategies only, for prices and choices."""
+        core = self.core.copy()
+        keep = self._promising(dual, search)
+        for i, part in zip(self.flat.names.tolist(), self.flat.split(keep), strict=True):
+            if not part.all():
+                core.restrict(i, part)
+        try:
+            core.reduce(self.clock.expired)
+        except Infeasible:
+            return
+        flat = Flat.of(core)
+        if self.clock.expired() or not len(flat.sizes):
+            return
+        x = flat.restart(core, self.best) if self.best else np.zeros(len(flat.sizes), np.int64)
+        scale = self.objective - core.constant_s if self.best else flat.objective(x)
+        program = Program(
+            flat, scale if math.isfinite(scale) else 1.0, self.problem.usage_limit_bytes or 1.0
+        )
+        relaxed = program.relax(self.clock.left_s() / 2)
+        if relaxed is None or relaxed.objective == math.inf:
+            return
+        self.log_kernel(flat, relaxed, core)
+        rows = np.searchsorted(self.core.row_names, core.row_names)
+        prices = np.zeros(len(self.core.row_names))
+        prices[rows] = relaxed.prices
+        dual.reprice(prices)
+        dual.settle()
+        search.prices = prices.copy()
+        share = self.clock.left_s() / (2 if self.deterministic else 6)
+        answer = program.solve(share, 200 if self.deterministic else None, 1e-3)
+        for values in (relaxed.values, answer.choices):
+            if values is None:
+                continue
+            x = values
+            if values.dtype != np.int64:
+                x = np.array([int(np.argmax(v)) for v in flat.split(values)], np.int64)
+            search.x = self.flat.restart(self.core, flat.expand(core, x))
+            search.offer(search.x)
+        search.fit(10)
+        search.prices = prices.copy()
+        search.polish(20)
+        self._take(search)
+
+    def _promising(self, dual: Dual, search: Search) -> np.ndarray:
+        """Returns where a strategy [V] is among those of least excess, `KERNEL_PAIRS` pairs in all."""
+        flat = self.flat
+        chosen = np.zeros(len(flat.costs), bool)
+        for x in (search.x, search.best, dual.decode()):
+            if x is not None:
+                chosen[flat.start[:-1] + x] = True
+        order = np.sort(dual.excess)
+        low, high = 0, len(order)
+        while high - low > 1:
+            middle = (low + high) // 2
+            keep = chosen | (dual.excess <= order[middle])
+            count = np.add.reduceat(keep, flat.start[:-1])
+            if float(count[flat.edge_a] @ count[flat.edge_b]) > KERNEL_PAIRS:
+                high = middle
+            else:
+                low = middle
+        return chosen | (dual.excess <= order[low])
+
+    def log_kernel(self, flat, relaxed, core):
+        if __import__("os").environ.get("SLOG"):
+            print('kernel', round(self.clock.limit_s-self.clock.left_s(),1), len(flat.sizes),len(flat.edge_costs), relaxed.objective+core.constant_s, int(((relaxed.values>1e-6)&(relaxed.values<1-1e-6)).sum()),flush=True)
 
     def log(self, k, dual, search):
         if __import__("os").environ.get("SLOG"):
@@ -183,15 +268,15 @@ class _Run:
         limit = self.problem.usage_limit_bytes or 1.0
         return Search(self.flat, x, prices, self.rng, limit, self.clock.expired)
 
-    def _restart(self, old: Search) -> Search:
-        """The same search after the core has shrunk."""
+    def _restart(self, old: Search, dual: Dual | None) -> tuple[Search, Dual | None]:
+        """The same search and messages after the core has shrunk."""
         rows = np.searchsorted(self._old_rows, self.core.row_names)
         x = self.flat.restart(self.core, self.best)
         search = self._new_search(x, old.prices[rows])
         search.offer(x)
         if not len(self.flat.sizes):
             self._take(search)
-        return search
+        return search, None if dual is None else self._dual(search, dual)
 
     def _dual(self, search: Search, old: Dual | None) -> Dual:
         dual = Dual(self.flat, search.prices)
@@ -216,7 +301,7 @@ class _Run:
             target = search.best_objective
             if math.isinf(target):
                 target = dual.bound + 0.1 * abs(dual.bound)
-            if len(dual.prices):
+            if len(dual.prices) and not dual.settled:
                 dual.adjust(self.flat.used(x), target)
         search.prices = dual.prices.copy()
         if search.best is None:
@@ -317,6 +402,8 @@ class _Run:
             left = self.clock.left_s()
             answer = program.solve(left, 20_000 if self.deterministic else None, GAP / 10)
             if answer.infeasible:
+                if self.best:  # the best choices are still in the core: only rounding can say so
+                    break
                 raise Infeasible
             bound = self.core.constant_s + answer.bound
             self.bound = max(self.bound, min(bound, self.objective))

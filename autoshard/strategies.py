@@ -139,8 +139,14 @@ def _project(dims, rule: Rule, mesh: MeshShape, factor_axes: tuple[Axes, ...]) -
             axes += factor_axes[f]
             whole = whole or mesh.size(factor_axes[f]) != rule.sizes[f]
         sharded.append(axes)
-    flat = tuple(itertools.chain.from_iterable(sharded))
-    return Sharding(tuple(sharded)) if len(set(flat)) == len(flat) else None
+    sharding = _shared(tuple(sharded))
+    return sharding if len(set(sharding.axes)) == len(sharding.axes) else None
+
+
+@functools.lru_cache(maxsize=65536)
+def _shared(dims: tuple[Axes, ...]) -> Sharding:
+    """Returns one object for equal shardings, so that what it remembers is worked out once."""
+    return Sharding(dims)
 
 
 def _scatters(rule: Rule, mesh: MeshShape, strategy: Strategy) -> Iterator[Strategy]:
@@ -154,25 +160,38 @@ def _scatters(rule: Rule, mesh: MeshShape, strategy: Strategy) -> Iterator[Strat
         _size(rule, factors) if all(rule.kinds[f] is Kind.PASS for f in factors) else 1
         for factors in rule.results[0]
     )
-    for choice in _scatter_choices(len(strategy.reduced), len(shape), is_ordered(mesh)):
+    for sharding, scattered in _scattered(result, strategy.reduced, shape, mesh):
+        yield dataclasses.replace(strategy, results=(sharding,), scattered=scattered)
+
+
+@functools.lru_cache(maxsize=65536)
+def _scattered(
+    result: Sharding, reduced: Axes, shape: tuple[int, ...], mesh: MeshShape
+) -> tuple[tuple[Sharding, Axes], ...]:
+    """Returns the shardings that a result can be scattered to, each with the axes scattered."""
+    found = []
+    for choice in _scatter_choices(len(reduced), len(shape), is_ordered(mesh)):
         dims = list(result.dims)
-        scattered: Axes = ()
-        for axis, d in zip(strategy.reduced, choice, strict=True):
+        for axis, d in zip(reduced, choice, strict=True):
             if d is not None:
                 dims[d] += (axis,)
-                scattered += (axis,)
-        sharding = Sharding(tuple(dims))
-        if scattered and sharding.check(shape, mesh) is None:
-            yield dataclasses.replace(strategy, results=(sharding,), scattered=scattered)
+        if all(n % mesh.size(axes) == 0 for n, axes in zip(shape, dims, strict=True)):
+            scattered = tuple(a for a, d in zip(reduced, choice, strict=True) if d is not None)
+            if scattered:
+                found.append((_shared(tuple(dims)), scattered))
+    return tuple(found)
 
 
 def _scatter_choices(axis_count: int, rank: int, free: bool) -> list[tuple[int | None, ...]]:
-    """Returns the dim, or None, that each reduced axis is scattered onto; all onto one dim unless
-    `free`."""
+    """Returns the dim, or None, that each reduced axis is scattered onto.
+
+    Unless `free`: one axis, or all of them, onto one dim.
+    """
     if free:
         return list(itertools.product([None, *range(rank)], repeat=axis_count))
     masks = itertools.product([False, True], repeat=axis_count)
-    return [tuple(d if m else None for m in mask) for mask in masks for d in range(rank)]
+    few = [m for m in masks if sum(m) in (1, axis_count)]
+    return [tuple(d if m else None for m in mask) for mask in few for d in range(rank)]
 
 
 def _size(rule: Rule, factors: tuple[int, ...]) -> int:
