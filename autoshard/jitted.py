@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.apply import constrained
 from autoshard.errors import MeshError, PlanError
@@ -79,7 +79,7 @@ class PlannedFunction:
         with auto_axes():
             program = self.program or trace(self.fn, args, kwargs, self.static_argnums)
         _check_program(plan, program)
-        place = functools.partial(NamedSharding, self.mesh)
+        place = functools.partial(_named, self.mesh)
         in_leaves = [place(a.spec) for a in plan.arguments]
         positional, keyword = jax.tree.unflatten(program.in_tree, in_leaves)
         self._shardings = (*positional, *(v for _, v in sorted(keyword.items())))
@@ -123,6 +123,12 @@ class PlannedFunction:
                 x = jax.device_put(x, sharding)
             moved.append(x)
         return moved
+
+
+@functools.lru_cache(maxsize=65536)
+def _named(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """Returns one object for equal shardings: what one call returns, the next knows at a glance."""
+    return NamedSharding(mesh, spec)
 
 
 def planned_function(

@@ -19,12 +19,12 @@ resharding roofline liveness
 compose shardy primitives rules
 strategies trace
 cost
-baselines bound reduce search solve
+baselines bound dual reduce search solve
 apply emit explain plan
 meshes pins stages jitted planning
 hlo hlo_loops hlo_collectives schedule inspect aot calibrate
 check
-api
+api check
 __init__
 cli
 __main__
