@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.sharding import NamedSharding
@@ -125,6 +126,8 @@ class _Evaluation:
         if nested is not None:
             return nested(self, eqn, args, path)
         args = [self.operand(x, path, k) for k, x in enumerate(args)]
+        if eqn.primitive.name == "dynamic_slice":
+            args = _in_bounds(eqn, args)
         scatter = self.constraints.scatters.get(path)
         outs = _bind(eqn, args, eqn.params) if scatter is None else self.blocks(eqn, args, scatter)
         return [self.produced(x, path, k) for k, x in enumerate(outs)]
@@ -238,6 +241,19 @@ _NESTED = {name: _Evaluation.call for name in CALLS} | {
 def _bind(eqn: jex.JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(dict(params)))
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _in_bounds(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Clamps the starts of a dynamic_slice, as it would itself.
+
+    XLA 0.10.2 merges it with the slice that a resharding puts behind it, and then clamps too late.
+    """
+    x, *starts = args
+    for k, size in enumerate(eqn.params["slice_sizes"]):
+        dtype = eqn.invars[1 + k].aval.dtype
+        low, high = np.zeros((), dtype), np.array(x.shape[k] - size, dtype)
+        starts[k] = jax.lax.clamp(low, starts[k], high)
+    return [x, *starts]
 
 
 def _retrace(body: Callable, closed: jex.ClosedJaxpr, like: Any) -> Any:

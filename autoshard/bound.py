@@ -1,8 +1,9 @@
-"""The linear relaxation of a core and the integer program, both with only the memory rows that matter.
+"""The linear relaxation of a core and the integer program, with the memory rows that matter.
 
-Variables s_ip for each node and strategy, e_pq for each allowed pair of each edge (continuous in both programs). Rows
-as stated at the top of `solve.py`; memory rows are added when an answer exceeds them. Costs are scaled to about
-`OBJECTIVE`, bytes to the limit, since the engine's tolerances are absolute.
+Variables s_ip for each node and strategy, e_pq for each allowed pair of each edge (continuous in
+both programs). Rows as stated at the top of `solve.py`; memory rows are added when an answer
+exceeds them. Costs are scaled to about `OBJECTIVE`, bytes to the limit, since the engine's
+tolerances are absolute.
 """
 
 import dataclasses
@@ -49,7 +50,8 @@ class Program:
       flat: the core.
       objective: a cost of the right size, to scale by.
       limit_bytes: a usage of the right size, to scale by.
-      minimise_peak: minimise by how many bytes the rooms must grow (negative: may shrink) instead of the cost.
+      minimise_peak: instead of the cost minimise by how many bytes the rooms must grow (negative:
+        may shrink).
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class Program:
         self.flat = flat
         self.minimise_peak = minimise_peak
         self.limit = limit_bytes or 1.0
-        self.scale = OBJECTIVE / self.limit if minimise_peak else OBJECTIVE / (abs(objective) or 1.0)
+        self.scale = (
+            OBJECTIVE / self.limit if minimise_peak else OBJECTIVE / (abs(objective) or 1.0)
+        )
         self.rows: list[int] = []
         self.room_bytes = flat.room_bytes.copy()
         self.pairs = np.flatnonzero(np.isfinite(flat.edge_costs))
@@ -137,7 +141,7 @@ class Program:
         return np.bincount(flat.usage_var[live], flat.usage_bytes[live], len(flat.costs))
 
     def add_rows(self, used: np.ndarray) -> bool:
-        """Adds memory rows that `used` [R] exceeds most, spread out; returns whether there were any."""
+        """Adds memory rows that `used` [R] exceeds most, spread out; returns whether any."""
         excess = (used - self.room_bytes) / self.limit
         if self.minimise_peak:  # the rooms may grow by the same for all rows
             excess -= max((excess[r] for r in self.rows), default=-math.inf)

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard import collectives, roofline
 from autoshard.graph import Graph, Kind, Op, Value
-from autoshard.liveness import Liveness, liveness
+from autoshard.liveness import Liveness, LiveRange, liveness
 from autoshard.problem import Edge, Node, ShardingProblem, Usage
 from autoshard.resharding import ReshardTable, table
 from autoshard.sharding import Sharding
@@ -29,6 +29,7 @@ class Choices:
     problem: ShardingProblem
     node_ties: tuple[np.ndarray, ...]  # [S] of each node, the second objective
     edge_ties: tuple[np.ndarray, ...]  # [S of a, S of b] of each edge
+    donated: tuple[bool, ...]  # of each INPUT, in order
 
     def with_ties(self, weight_s: float) -> ShardingProblem:
         """Returns the problem with the second objective, steps and then sharded axes, added.
@@ -53,6 +54,10 @@ class Choices:
         return self.strategies[node][choices[node]].results[k]
 
 
+# XLA packs its temporaries into one heap, with gaps; `memory_analysis` counts those gaps twice.
+HEAP_GAPS = 1.1
+
+
 def build(
     graph: Graph,
     strategies: Sequence[Sequence[Strategy]],
@@ -64,12 +69,13 @@ def build(
     """Prices every strategy and every resharding; `strategies` belong to `graph.leaves()` in
     order."""
     ops = tuple(graph.leaves())
-    pricing = _Pricing(ops, tuple(tuple(s) for s in strategies), topology, liveness(graph, donated))
+    live = liveness(graph)
+    pricing = _Pricing(ops, tuple(tuple(s) for s in strategies), topology, live, donated)
     edges, edge_ties = pricing.edges()
     problem = ShardingProblem(
         nodes=tuple(pricing.node(i) for i in range(len(ops))),
         edges=tuple(edges),
-        usages=tuple(pricing.usages(donated)),
+        usages=tuple(pricing.usages()),
         usage_limit_bytes=memory_limit_bytes,
         name=name,
     )
@@ -83,14 +89,17 @@ def build(
         problem,
         node_ties,
         tuple(edge_ties),
+        tuple(donated),
     )
 
 
 class _Pricing:
     """Arrays over the strategies of one operation have shape [S]."""
 
-    def __init__(self, ops: tuple[Op, ...], strategies, topology: Topology, live: Liveness):
-        self.ops, self.strategies, self.topology, self.live = ops, strategies, topology, live
+    def __init__(self, ops, strategies, topology: Topology, live: Liveness, donated):
+        self.ops: tuple[Op, ...] = ops
+        self.strategies: tuple[tuple[Strategy, ...], ...] = strategies
+        self.topology, self.live, self.donated = topology, live, donated
         self.producer = {
             id(v): (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)
         }
@@ -98,6 +107,7 @@ class _Pricing:
         self._matrices: dict[tuple, np.ndarray] = {}
         self._texts: dict[int, tuple[str, ...]] = {}
         self._local: dict[tuple, np.ndarray] = {}
+        self._stored: dict[tuple, np.ndarray] = {}
 
     def table(self, value: Value) -> ReshardTable:
         return table(value.shape, value.itemsize, self.topology)
@@ -120,6 +130,14 @@ class _Pricing:
             self._local[key] = value.size_bytes / counts
         return self._local[key][self.indices(i, role, k, value)]
 
+    def stored_bytes(self, i: int, role: str, k: int, value: Value) -> np.ndarray:
+        """Returns [S] the bytes that an operand or result takes in memory, padded to tiles."""
+        key = (value.shape, value.itemsize)
+        if key not in self._stored:
+            size = functools.partial(stored_bytes, self.topology, value)
+            self._stored[key] = np.array([size(s) for s in self.table(value).shardings])
+        return self._stored[key][self.indices(i, role, k, value)]
+
     def node(self, i: int) -> Node:
         op = self.ops[i]
         texts = self._texts.get(id(self.strategies[i]))
@@ -130,14 +148,23 @@ class _Pricing:
     def _compute_s(self, i: int) -> np.ndarray:
         op, strategies = self.ops[i], self.strategies[i]
         traffic = np.zeros(len(strategies))
-        for k in roofline.traffic_operands(op, self.live.stored):
+        for k, size in roofline.reads(op, self.live.fusion):
             value = op.operands[k]
-            if value is not None:
-                traffic += self.local_bytes(i, "operands", k, value)
-        for k in roofline.traffic_results(op, self.live.stored):
+            if value is not None and value.size_bytes:
+                traffic += self.local_bytes(i, "operands", k, value) * (size / value.size_bytes)
+        for k in roofline.writes(op, self.live.fusion):
             traffic += self.local_bytes(i, "partial", k, op.results[k])
         shards = np.array([s.shards for s in strategies], dtype=np.float64)
+        if op.primitive == "dot_general":
+            shards *= [self._tile_use(op, s) for s in strategies]
         return roofline.seconds(op, shards, traffic, self.topology.chip)
+
+    def _tile_use(self, op: Op, strategy: Strategy) -> float:
+        lhs, rhs = (
+            sharding.local_shape(v.aval.shape, self.topology.mesh)
+            for v, sharding in zip(op.eqn.invars, strategy.operands, strict=True)
+        )
+        return roofline.tile_use(op, lhs, rhs, self.topology.chip)
 
     def _collective_s(self, i: int) -> np.ndarray:
         op, strategies = self.ops[i], self.strategies[i]
@@ -171,12 +198,21 @@ class _Pricing:
                 if a == i:
                     continue
                 costs = self._edge_costs(a, r, i, k, value, op.operand_trips[k])
+                if op.kind is Kind.INPUT and self.donated[int(op.path.removeprefix("in"))]:
+                    costs = costs + (costs > 0) * self._copy_s(i, k, value)
                 if costs.any():
                     found.append(Edge(a, i, costs))
                     rows = self.indices(a, "results", r, value)
                     columns = self.indices(i, "operands", k, value)
                     ties.append(self.table(value).step_counts[np.ix_(rows, columns)])
         return found, ties
+
+    def _copy_s(self, i: int, k: int, value: Value) -> np.ndarray:
+        """Returns [S] the seconds to copy a donated argument that a collective writes anew.
+
+        XLA copies it first, since others still read it while the collective runs.
+        """
+        return 2 * self.local_bytes(i, "operands", k, value) / self.topology.chip.hbm_bytes_per_s
 
     def _edge_costs(self, a: int, r: int, b: int, k: int, value: Value, trips: int) -> np.ndarray:
         key = (
@@ -194,18 +230,50 @@ class _Pricing:
             self._matrices[key] = self.table(value).seconds[np.ix_(rows, columns)] * trips
         return self._matrices[key]
 
-    def usages(self, donated: tuple[bool, ...]) -> list[Usage]:
+    def usages(self) -> list[Usage]:
         found = []
         position = {id(op): i for i, op in enumerate(self.ops)}
-        inputs = iter(donated)
+        inputs = iter(self.donated)
         for live in self.live.ranges:
             i = position[id(live.op)]
-            size = self.local_bytes(i, "results", live.result, live.value)
+            size = self._range_bytes(i, live)
             if live.op.kind is Kind.INPUT:
                 kept = not next(inputs) and live.op.operands
                 size = size * 2 if kept else size  # the next state gets a buffer of its own
+            elif live.op.kind is not Kind.OUTPUT:
+                size = size * HEAP_GAPS
             found.append(Usage(i, live.start, live.end, size, live.value.name))
+        for i in range(len(self.ops)):
+            found += self._partial_usages(i)
         return found
+
+    def _partial_usages(self, i: int) -> list[Usage]:
+        """Partial sums: until they are combined, or scattered, which waits for the loop's end."""
+        op, live = self.ops[i], self.live
+        start = live.runs[id(op)]
+        end = live.spans.get(id(op), (start, start + 1))[1]
+        reduced = np.array([bool(s.reduced) for s in self.strategies[i]])
+        scattered = np.array([bool(s.scattered) for s in self.strategies[i]])
+        found = []
+        for k, value in enumerate(op.results):
+            if not value.shape or not reduced.any():
+                continue
+            size = self.stored_bytes(i, "partial", k, value) * HEAP_GAPS
+            for which, stop in ((reduced & ~scattered, start + 1), (scattered, end)):
+                if which.any():
+                    found.append(Usage(i, start, stop, size * which, f"{value.name}, partial"))
+        return found
+
+    def _range_bytes(self, i: int, live: LiveRange) -> np.ndarray:
+        if live.operand is not None:
+            return self.stored_bytes(i, "operands", live.operand, live.value)
+        return self.stored_bytes(i, "results", live.result, live.value)
+
+
+def stored_bytes(topology: Topology, value: Value, sharding: Sharding) -> float:
+    """Returns what one device's block of a value takes in memory."""
+    local = sharding.local_shape(value.shape, topology.mesh)
+    return topology.chip.stored_bytes(local, value.itemsize)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -234,3 +302,56 @@ def reductions(op: Op, strategy: Strategy, topology: Topology):
             kind = collectives.Kind.ALL_REDUCE
             size = result.local_bytes(value.shape, value.itemsize, mesh)
             yield kind, rest, size, _reduction(kind, rest, size, topology)
+
+
+def peak(choices: Choices, solution: Sequence[int]) -> tuple[float, list[tuple[str, float]]]:
+    """Returns the peak bytes of a solution and what is alive there, largest first.
+
+    Beside the usages of the problem, which depend on one choice each, it counts what depends on
+    two: copies of operands brought into another sharding.
+    """
+    problem = choices.problem
+    usages = [
+        (u.start, u.end, float(u.bytes[solution[u.node]]), u.label) for u in problem.usages
+    ] + list(_transients(choices, solution))
+    change = np.zeros(choices.live.end + 1)
+    for start, end, size, _ in usages:
+        change[start] += size
+        change[max(start, end)] -= size
+    used = np.cumsum(change[:-1])
+    if not len(used):
+        return 0.0, []
+    t = int(np.argmax(used))
+    alive = [(label, size) for start, end, size, label in usages if start <= t < end and size > 0]
+    return float(used[t]), sorted(alive, key=lambda item: -item[1])
+
+
+def _transients(choices: Choices, solution: Sequence[int]):
+    """Yields (start, end, bytes, label) of the buffers that two choices together call for."""
+    live, topology = choices.live, choices.topology
+    inputs = iter(choices.donated)
+    for i, op in enumerate(choices.ops):
+        strategy = choices.strategies[i][solution[i]]
+        is_donated = op.kind is Kind.INPUT and next(inputs)
+        t = live.runs[id(op)]
+        for k, value in enumerate(op.operands):
+            if value is None or not value.shape:
+                continue
+            have, want = choices.sharding_of(value, solution), strategy.operands[k]
+            if have == want or id(value) in live.fusion.free:
+                continue
+            size = stored_bytes(topology, value, want) * HEAP_GAPS
+            if op.kind is Kind.INPUT and is_donated:
+                # What a collective makes cannot be written over an argument still being read.
+                yield 0, live.end, size, f"copy of {op.results[0].name}"
+            elif op.kind in (Kind.SLICE, Kind.ENTER):
+                start, end = live.spans[id(op)]
+                yield start, end, size, f"{value.name}, resharded"
+            elif op.kind is Kind.READ:
+                if id(op.results[0]) in live.fusion.written:
+                    size, end = stored_bytes(topology, value, have) * HEAP_GAPS, t + 1
+                else:
+                    end = max(t + 1, live.ends[id(op.results[0])])
+                yield t, end, size, f"{value.name}, resharded"
+            elif op.kind is Kind.LEAF:
+                yield t, t + 1, size, f"{value.name}, resharded"

@@ -1,9 +1,9 @@
 """A lower bound by passing messages along edges, and strategies that it rules out.
 
-Sequential tree-reweighted message passing (Kolmogorov, "Convergent tree-reweighted message passing for energy
-minimization", PAMI 2006): the nodes in order are covered by chains along which the order rises; each chain's optimum
-is exact, their sum is a bound, and each message makes the chains agree more about a node. Memory enters through prices
-for bytes, whose best values a subgradient method approaches.
+Sequential tree-reweighted message passing (Kolmogorov, "Convergent tree-reweighted message passing
+for energy minimization", PAMI 2006): the nodes in order are covered by chains along which the order
+rises; each chain's optimum is exact, their sum is a bound, and each message makes the chains agree
+more about a node. Memory enters through prices for bytes (see `prices.py`).
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 
 from autoshard.reduce import Core
-from autoshard.search import Flat, spread_peaks
+from autoshard.search import Flat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,6 +30,7 @@ class Dual:
     Attributes:
       prices: cost for each byte in each row [R].
       bound: the best bound so far, without the core's constant.
+      last_bound: the bound after the last sweep, -inf since the prices changed.
       excess: [V] by how much taking a strategy raises the bound found last, at least.
       excess_bound: the bound to which `excess` adds.
     """
@@ -40,12 +41,7 @@ class Dual:
         self.bound = -np.inf
         self.excess = np.zeros(len(flat.costs))
         self.excess_bound = -np.inf
-        self._last_bound = -np.inf
-        self._over: np.ndarray | None = None
-        self._rows: dict[int, None] = dict.fromkeys(np.flatnonzero(prices).tolist())
-        self._step = 1.0
-        self._stalled = 0
-        self.settled = False
+        self.last_bound = -np.inf
         self.messages = [np.zeros(0)] * (2 * len(flat.edge_a))
         self._ahead: list[list[_Edge]] = [[] for _ in flat.sizes]
         self._behind: list[list[_Edge]] = [[] for _ in flat.sizes]
@@ -69,7 +65,7 @@ class Dual:
         self.prices = prices
         self._costs = self.flat.split(self.flat.priced(prices))
         self._paid = float(prices @ self.flat.room_bytes)
-        self._last_bound = -np.inf
+        self.last_bound = -np.inf
 
     def sweep(self) -> float:
         """Passes messages up and down the order; returns the bound for the present prices."""
@@ -84,45 +80,12 @@ class Dual:
             belief = belief - least
             excess.append(belief)
             total += least + self._pass(i, belief, self._behind[i])
-        if self._last_bound > -np.inf:  # the bound only rises during a sweep
+        if excess and self.last_bound > -np.inf:  # the bound only rises during a sweep
             self.excess = np.concatenate(excess[::-1])
-            self.excess_bound = self._last_bound
-        self._last_bound = total
+            self.excess_bound = self.last_bound
+        self.last_bound = total
         self.bound = max(self.bound, total)
         return total
-
-    def adjust(self, used: np.ndarray, target: float) -> None:
-        """Moves the prices along the subgradient, averaged over time, that choices of these bytes [R] give.
-
-        Args:
-          used: bytes in each row of choices that are about the best for the present prices.
-          target: what the bound may reach at most, for the length of the step (Polyak 1969).
-        """
-        over = used - self.flat.room_bytes
-        self._over = over if self._over is None else 0.7 * self._over + 0.3 * over
-        self._rows.update(dict.fromkeys(spread_peaks(over, 0.0, 20)))
-        rows = np.array(sorted(self._rows), np.int64)
-        if not len(rows):
-            return
-        step = self._over[rows]
-        step = np.where((step < 0) & (self.prices[rows] == 0), 0.0, step)
-        length = float(step @ step)
-        if self._last_bound >= self.bound:
-            self._stalled = 0
-        else:
-            self._stalled += 1
-            if self._stalled >= 3:
-                self._step *= 0.7
-                self._stalled = 0
-        if length > 0:
-            prices = self.prices.copy()
-            room = max(target - self._last_bound, 1e-4 * abs(target))
-            prices[rows] = np.maximum(prices[rows] + self._step * room / length * step, 0.0)
-            self.reprice(prices)
-
-    def settle(self) -> None:
-        """Declares the prices to be as good as they get."""
-        self.settled = True
 
     def inherit(self, old: "Dual", old_names: dict, names: dict) -> None:
         """Takes over the messages of edges that are still there.
@@ -133,7 +96,6 @@ class Dual:
             them and the receiver's strategies.
           names: the same for this.
         """
-        self.settled = old.settled
         for pair, (k, kept) in names.items():
             if pair in old_names:
                 j, before = old_names[pair]
@@ -150,7 +112,7 @@ class Dual:
         return found
 
     def decode(self) -> np.ndarray:
-        """Returns choices [N], each the best given the choices before it and the messages from those after it."""
+        """Returns choices [N], each best given those before it and the messages from behind."""
         x = np.zeros(len(self._costs), np.int64)
         for i, costs in enumerate(self._costs):
             belief = costs

@@ -8,6 +8,10 @@ unless the value has several readers. So every value is one of
     pending   a matmul's result on its way to the one operation that will write it
     pure      computed from stored values by whoever reads it
 
+A stored value that several readers want in a narrower dtype is kept in that form too (the bfloat16
+copy of a weight).
+The new state is written by kernels that compute all of it at once: what they read, they read once.
+
 Seen in the schedules of the TPU compiler; `tests/test_fusion.py` has examples.
 """
 
@@ -29,10 +33,10 @@ HEAVY = frozenset(
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce argmax argmin".split()
 )
-# Free to repeat, so that a value is kept in the form before them.
-RECASTS = frozenset("convert_element_type reshape squeeze expand_dims transpose copy".split())
+RECASTS = frozenset("convert_element_type broadcast_in_dim reshape transpose copy".split())
 # Operations that read only a window of what they are given.
 WINDOWS = frozenset("slice dynamic_slice".split())
+ENDS = (Kind.STACK, Kind.OUTPUT, Kind.INPUT, Kind.CARRY)  # have buffers for what they read
 ALIASES = (Kind.ENTER, Kind.EXIT, Kind.READ, Kind.JOIN)
 
 Readers = dict[int, list[tuple[Op, int]]]  # id of a value -> operations and operand numbers
@@ -54,11 +58,16 @@ class Fusion:
     Attributes:
       stored: ids of the values that stand in memory, aliases included.
       written: ids of the values that have a buffer of their own.
-      roots: id of operation -> what its kernel reads; only operations that write something.
+      ended: ids of the values that are computed right into the buffer of a border: a result, a
+        stack, the next carry.
+      free: ids of the values that are a scalar or an index all over, never worth a buffer.
+      roots: id of operation -> what its kernel reads; only operations that have a kernel.
     """
 
     stored: frozenset[int]
     written: frozenset[int]
+    ended: frozenset[int]
+    free: frozenset[int]
     roots: dict[int, tuple[Root, ...]]
 
 
@@ -78,7 +87,11 @@ def fusion(ops: tuple[Op, ...], readers: Readers) -> Fusion:
         analysis.visit(op)
     roots = {id(op): analysis.read(op) for op in ops if op.kind is Kind.LEAF}
     return Fusion(
-        frozenset(analysis.stored), frozenset(analysis.written), {i: r for i, r in roots.items() if r}
+        stored=frozenset(analysis.stored),
+        written=frozenset(analysis.written),
+        ended=frozenset(analysis.ended),
+        free=frozenset(analysis.free),
+        roots={i: r for i, r in roots.items() if r},
     )
 
 
@@ -100,6 +113,10 @@ class _Analysis:
         self.written: set[int] = set()
         self.resident: set[int] = set()  # outlives every reader
         self.pending: set[int] = set()
+        self.chain: dict[int, tuple[Value, ...]] = {}
+        self.free: set[int] = set()
+        self.ended: set[int] = set()
+        self.updates: dict[int, Root] = {}  # what the kernels of the new state read so far
         self.maker: dict[int, Op] = {}
 
     def visit(self, op: Op) -> None:
@@ -115,13 +132,15 @@ class _Analysis:
         if op.kind in (Kind.INPUT, Kind.CONST, Kind.CARRY):
             self.resident.add(id(value))
             self._write(value)
+        elif op.kind in (Kind.ENTER, Kind.READ) and source is not None and id(source) in self.free:
+            self.free.add(id(value))
         elif op.kind in (Kind.OUTPUT, Kind.STACK, Kind.EXIT, Kind.JOIN):
             self._write(value)
         elif op.kind is Kind.SLICE:
             self.stored.add(id(value))
             if any(r.primitive in HEAVY for r in final_readers(value, self.readers)):
                 self.written.add(id(value))
-        elif op.kind is Kind.ENTER:
+        elif op.kind is Kind.ENTER and source is not None and id(source) in self.stored:
             self.stored.add(id(value))
             self.resident.add(id(value))
         elif op.kind is Kind.READ and source is not None:
@@ -131,6 +150,7 @@ class _Analysis:
                     self.written.add(id(value))
             elif id(source) in self.pending:
                 self.pending.add(id(value))
+                self.chain[id(value)] = (*self.chain[id(source)], value)
 
     def _write(self, value: Value) -> None:
         self.stored.add(id(value))
@@ -141,37 +161,84 @@ class _Analysis:
             self._write(value)
             return
         found = final_readers(value, self.readers)
+        if self._fills(op):
+            self.free.add(id(value))
+            return
+        self._part(op)
         if any(not _takes(r, value) for r in found):
             self._write(value)
         elif op.primitive in MATMULS or any(self._is_pending(v) for v in op.operands):
+            self.chain[id(value)] = self._chain(op, value)
             if len(found) == 1 and _joins(found[0]):
                 self.pending.add(id(value))
-            elif len(found) > 1 and self._keeps_operand(op):
-                self._write(op.operands[0])  # type: ignore[arg-type]
             else:
-                self._write(value)
+                self._keep(value)
+        elif len(found) > 1 and (self._is_narrower(op) or self._is_costly(value, found)):
+            self._write(value)
+        if id(value) not in self.stored and any(r.kind in ENDS for r in found):
+            self.ended.add(id(value))
+
+    def _part(self, op: Op) -> None:
+        """Writes all but the last of several matmuls that an operation would join."""
+        pending = {id(v): v for v in op.operands if v is not None and id(v) in self.pending}
+        for value in list(pending.values())[:-1]:
+            self._keep(value)
+
+    def _keep(self, value: Value) -> None:
+        """Writes a matmul's result, or the form of it that is worth a buffer."""
+        chain = self.chain[id(value)]
+        self.pending -= {id(v) for v in chain}
+        self._write(chain[0])
 
     def _is_pending(self, value: Value | None) -> bool:
         return value is not None and id(value) in self.pending
 
-    def _keeps_operand(self, op: Op) -> bool:
-        """Whether the operand of a recast is to be written instead of its result."""
+    def _chain(self, op: Op, value: Value) -> tuple[Value, ...]:
+        """Returns the values from the one to write, should a buffer be needed, to `value`.
+
+        That is an earlier and narrower one if only casts and scalars stand between.
+        """
+        arrays = [v for v in op.operands if v is not None and v.shape and id(v) not in self.free]
+        if len(arrays) != 1 or id(arrays[0]) not in self.pending:
+            return (value,)
+        before = self.chain.get(id(arrays[0]), (arrays[0],))
+        narrower = before[0].size_bytes < value.size_bytes
+        return (*before, value) if narrower else (value,)
+
+    def _fills(self, op: Op) -> bool:
+        """Whether an operation only fills an array with a scalar or an index."""
+        if all(v is None or not v.shape for v in op.operands):
+            return True
+        source = op.operands[0]
+        return op.primitive in RECASTS and source is not None and id(source) in self.free
+
+    def _is_costly(self, value: Value, found: list[Op]) -> bool:
+        """Whether several matmuls would each compute the value from several large arrays."""
+        if sum(r.primitive in MATMULS for r in found) < 2:
+            return False
+        roots: dict[int, Root] = {}
+        self._roots(value, 0, float("inf"), roots, set())
+        return sum(r.size_bytes >= value.size_bytes for r in roots.values()) > 1
+
+    def _is_narrower(self, op: Op) -> bool:
+        """Whether an operation converts a stored array to a narrower dtype."""
         source = op.operands[0] if op.operands else None
-        if op.primitive not in RECASTS or source is None or id(source) not in self.pending:
+        if op.primitive != "convert_element_type" or source is None:
             return False
-        if source.itemsize > op.results[0].itemsize:
-            return False
-        self.pending.discard(id(source))
-        return True
+        return id(source) in self.stored and op.results[0].itemsize < source.itemsize
 
     def read(self, op: Op) -> tuple[Root, ...]:
         """Returns what the kernel of an operation reads, each stored value once."""
-        if not any(id(v) in self.stored for v in op.results):
+        matmul = op.primitive in MATMULS
+        if not matmul and not any(id(v) in self.stored | self.ended for v in op.results):
             return ()
         found: dict[int, Root] = {}
         for k, value in enumerate(op.operands):
             if value is not None:
                 self._roots(value, k, float("inf"), found, set())
+        if not matmul and all(id(v) in self.ended for v in op.results):
+            found = {i: root for i, root in found.items() if i not in self.updates}
+            self.updates |= found
         return tuple(found.values())
 
     def _roots(self, value: Value, k: int, window: float, found: dict, seen: set[int]) -> None:
@@ -182,6 +249,8 @@ class _Analysis:
             found.setdefault(id(value), Root(value, k, min(window, value.size_bytes)))
             return
         op = self.maker[id(value)]
+        if op.primitive in MATMULS:
+            return  # its own kernel reads them
         if op.primitive in WINDOWS:
             window = min(window, value.size_bytes)
         for operand in op.operands:
@@ -191,16 +260,16 @@ class _Analysis:
 
 def _takes(reader: Op, value: Value) -> bool:
     """Whether a reader can compute the value itself, without finding it in memory."""
-    if reader.kind in (Kind.STACK, Kind.OUTPUT, Kind.INPUT, Kind.EXIT):
-        return True
     if reader.kind is Kind.CARRY:
-        return value is reader.operands[1]
+        return len(reader.operands) > 1 and value is reader.operands[1]
+    if reader.kind in ENDS:
+        return True
     return reader.kind is Kind.LEAF and reader.primitive not in HEAVY
 
 
 def _joins(reader: Op) -> bool:
     """Whether a reader is computed in the kernel of the matmul before it."""
-    if reader.kind in (Kind.STACK, Kind.OUTPUT, Kind.INPUT, Kind.CARRY):
+    if reader.kind in ENDS:
         return True
     plain = reader.primitive not in MATMULS | REDUCTIONS | HEAVY
     return reader.kind is Kind.LEAF and plain

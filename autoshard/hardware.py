@@ -61,21 +61,21 @@ class Chip:
         return (max(1, int(self.sublane_bytes // max(itemsize, 1))), self.lanes)
 
     def stored_bytes(self, shape: tuple[int, ...], itemsize: float) -> float:
-        """Returns what one device's block of an array takes in HBM, its last two dims padded.
+        """Returns what one device's block of an array takes in HBM, two of its dims padded.
 
-        A second minor dim smaller than the tile shrinks the tile to the next power of two.
+        The compiler orders the dims so that the padding is least; a second minor dim smaller than
+        the tile shrinks the tile to the next power of two.
         """
-        if not shape or not self.sublane_bytes:
-            return math.prod(shape) * itemsize
+        size = math.prod(shape) * itemsize
+        if not size or not self.sublane_bytes:
+            return size
         rows, lanes = self.tile(itemsize)
-        *outer, minor = shape
-        if not outer:
-            return math.ceil(minor / lanes) * lanes * itemsize
-        *outer, second = outer
-        if 0 < second < rows:
-            rows = max(2 ** math.ceil(math.log2(second)), int(4 // max(itemsize, 1)))
-        padded = math.ceil(second / rows) * rows * math.ceil(minor / lanes) * lanes
-        return math.prod(outer) * padded * itemsize
+        dims = range(len(shape))
+        minor = [math.ceil(n / lanes) * lanes / n for n in shape]
+        if len(shape) < 2:
+            return size * min(minor, default=1.0)
+        second = [_padded_rows(n, rows) / n for n in shape]
+        return size * min(minor[d] * second[e] for d in dims for e in dims if d != e)
 
     def per_core(self) -> "Chip":
         """Returns the share of one core, for runtimes that show each core as a device."""
@@ -222,6 +222,11 @@ def from_device_kind(kind: str) -> Hardware:
         f"unknown device kind {kind!r}: give hardware= one of {', '.join(PRESETS)}, an"
         " autoshard.Hardware of your own, or measure it with autoshard.calibrate(mesh)"
     )
+
+
+def _padded_rows(n: int, rows: int) -> int:
+    rows = min(rows, 2 ** math.ceil(math.log2(n)))
+    return math.ceil(n / rows) * rows
 
 
 def _check_positive(owner: str, field: str, value: float):

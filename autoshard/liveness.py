@@ -1,41 +1,30 @@
 """Which values exist in memory, and when.
 
 Time is the position among the leaf operations. A loop's scanned operands, constants and stacked
-results live as long as the loop; a value inside it only within an iteration. XLA fuses elementwise
-operations into their readers, so
-that their results are never written: such values are not *materialised*.
+results live as long as the loop; a value inside it only within an iteration. A stored value lives
+until the last kernel that reads it, directly or to compute something that is not stored.
 """
 
 import dataclasses
 
+from autoshard.fusion import ALIASES, MATMULS, Fusion, Readers, fusion, readers_of
 from autoshard.graph import Graph, Kind, Op, Value
-
-# Operations whose result XLA writes to memory and whose operands it reads from there.
-HEAVY = frozenset(
-    """dot_general ragged_dot ragged_dot_general conv_general_dilated gather scatter scatter-add
-    scatter_add scatter_mul scatter_min scatter_max sort top_k approx_top_k cumsum cumprod cummax
-    cummin cumlogsumexp fft cholesky triangular_solve lu qr eigh svd schur tridiagonal
-    householder_product reduce_window reduce_window_sum reduce_window_max select_and_scatter_add
-    select_and_gather_add dynamic_update_slice random_bits threefry2x32 rng_bit_generator
-    custom_call ffi_call pallas_call shard_map pure_callback io_callback concatenate""".split()
-)
-REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce argmax argmin".split()
-)
-RESIDENT = (Kind.INPUT, Kind.CONST, Kind.CARRY, Kind.ENTER)  # their values outlive every reader
-ALIASES = (Kind.ENTER, Kind.EXIT, Kind.READ, Kind.JOIN)
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveRange:
     """`value`, defined by `op` as its result number `result`, occupies memory at `start <= t <
-    end`."""
+    end`.
+
+    `operand`: it lies as that operand of `op` does, not as the result (a copy of a loop's input).
+    """
 
     op: Op
     result: int
     value: Value
     start: int
     end: int
+    operand: int | None = None
 
     def __str__(self) -> str:
         return f"{self.value} live in [{self.start}, {self.end})"
@@ -43,53 +32,27 @@ class LiveRange:
 
 @dataclasses.dataclass(frozen=True)
 class Liveness:
-    """Live ranges of the materialised values.
-
-    `stored` holds the ids of all values that are read from memory: the materialised ones and their
-    aliases.
-    """
+    """Live ranges of the values that have buffers."""
 
     ranges: tuple[LiveRange, ...]
-    stored: frozenset[int]
-    times: dict[int, int]  # id of operation -> its time
+    fusion: Fusion
+    runs: dict[int, int]  # id of operation -> when it runs
+    ends: dict[int, int]  # id of value -> when its last reader is done
+    spans: dict[int, tuple[int, int]]  # id of operation -> first and last time of its loop
     end: int  # number of times
 
 
-def liveness(graph: Graph, donated: tuple[bool, ...]) -> Liveness:
-    """Returns the live ranges of a program; `donated[i]` belongs to its i-th INPUT."""
+def liveness(graph: Graph) -> Liveness:
+    """Returns the live ranges of a program."""
     spans: dict[int, tuple[int, int]] = {}
     leaves: list[Op] = []
     _span(graph, None, leaves, spans)
-    end = len(leaves)
-    times = {id(op): t for t, op in enumerate(leaves)}
-    readers: dict[int, list[tuple[Op, int]]] = {}
-    for op in leaves:
-        for k, value in enumerate(op.operands):
-            if value is not None:
-                readers.setdefault(id(value), []).append((op, k))
-    written: set[int] = set()
-    resident: set[int] = set()
-    stored: set[int] = set()
-    for op in leaves:
-        if op.kind in RESIDENT:
-            resident |= {id(v) for v in op.results}
-        written |= {
-            id(v) for v in op.results if _is_materialised(op, v, readers, written - resident)
-        }
-        if op.kind is Kind.SLICE or (
-            op.kind in ALIASES and any(id(v) in stored for v in op.operands)
-        ):
-            stored |= {id(v) for v in op.results}
-        stored |= {id(v) for v in op.results} & written
-    ranges = []
-    for t, op in enumerate(leaves):
-        for k, value in enumerate(op.results):
-            if id(value) not in written:
-                continue
-            start, stop = _range(op, t, readers.get(id(value), []), times, spans, end)
-            if stop > start:
-                ranges.append(LiveRange(op, k, value, start, stop))
-    return Liveness(tuple(ranges), frozenset(stored), times, end)
+    ops = tuple(leaves)
+    readers = readers_of(ops)
+    lives = _Lives(ops, fusion(ops, readers), readers, spans)
+    ranges = tuple(lives.ranges())
+    ends = {id(v): lives.last_use(v) for op in ops for v in op.results}
+    return Liveness(ranges, lives.fusion, lives.runs, ends, spans, len(ops))
 
 
 def _span(graph: Graph, loop: tuple[int, int] | None, leaves: list[Op], spans: dict) -> None:
@@ -110,61 +73,78 @@ def _span(graph: Graph, loop: tuple[int, int] | None, leaves: list[Op], spans: d
                     spans[id(leaf)] = inner
 
 
-def _range(op: Op, t: int, readers, times, spans, end: int) -> tuple[int, int]:
-    if op.kind in (Kind.INPUT, Kind.CONST, Kind.OUTPUT):
-        return 0, end
-    start = spans[id(op)][0] if op.kind is Kind.STACK else t
-    stop = start + 1
-    for reader, k in readers:
-        stop = max(stop, _use_end(reader, k, times, spans))
-    if op.kind is Kind.CARRY:
-        stop = max(stop, spans[id(op)][1])
-    return start, stop
+class _Lives:
+    def __init__(self, ops: tuple[Op, ...], fused: Fusion, readers: Readers, spans: dict):
+        self.ops, self.fusion, self.readers, self.spans = ops, fused, readers, spans
+        self.times = {id(op): t for t, op in enumerate(ops)}
+        self._ends: dict[int, int] = {}
+        self.runs: dict[int, int] = {}  # id of operation -> when it runs
+        made = {id(v): op for op in ops for v in op.results}
+        for t, op in enumerate(ops):
+            self.runs[id(op)] = self._run(op, t, made)
 
+    def _run(self, op: Op, t: int, made: dict[int, Op]) -> int:
+        """Returns when XLA's scheduler runs an operation: one that frees more than it makes, as
+        soon as it can."""
+        roots = self.fusion.roots.get(id(op), ())
+        if not roots or sum(v.size_bytes for v in op.results) >= max(r.size_bytes for r in roots):
+            return t
+        first = self.spans.get(id(op), (0, 0))[0]
+        return min(t, 1 + max(first, *(self.runs[id(made[id(r.value)])] for r in roots)))
 
-def _use_end(reader: Op, operand: int, times, spans) -> int:
-    """Returns the time after which a reader no longer needs the operand."""
-    if reader.kind in (Kind.ENTER, Kind.SLICE) or (reader.kind is Kind.CARRY and operand == 1):
-        return spans[id(reader)][1]
-    if reader.kind in (Kind.INPUT, Kind.OUTPUT):
-        return 0  # the result's own buffer is counted there
-    return times[id(reader)] + (reader.kind not in ALIASES)
+    def ranges(self):
+        for t, op in enumerate(self.ops):
+            for k, value in enumerate(op.results):
+                if id(value) in self.fusion.written:
+                    start, stop = self._range(op, t, value)
+                    if stop > start:
+                        yield LiveRange(op, k, value, start, stop)
+            narrow = self._hoisted(op)
+            if narrow is not None:
+                start, stop = self.spans[id(op)]
+                yield LiveRange(op, 0, narrow, start, stop, operand=0)
 
+    def _range(self, op: Op, t: int, value: Value) -> tuple[int, int]:
+        if op.kind in (Kind.INPUT, Kind.CONST, Kind.OUTPUT):
+            return 0, len(self.ops)
+        start = self.spans[id(op)][0] if op.kind is Kind.STACK else self.runs[id(op)]
+        stop = max(start + 1, self.last_use(value))
+        if op.kind is Kind.CARRY:
+            stop = max(stop, self.spans[id(op)][1])
+        return start, stop
 
-def _is_materialised(op: Op, value: Value, readers, mortal: set[int]) -> bool:
-    """Returns whether a result of `op` occupies a buffer of its own.
+    def last_use(self, value: Value) -> int:
+        """Returns the time after which nobody needs the value, nor anything computed from it."""
+        if id(value) not in self._ends:
+            self._ends[id(value)] = 0
+            uses = [self._use(r, k, value) for r, k in self.readers.get(id(value), ())]
+            self._ends[id(value)] = max(uses, default=0)
+        return self._ends[id(value)]
 
-    An alias takes over the buffer of a value that has no other reader; it owns none where the
-    original stays alive.
-    """
-    if op.kind in (Kind.INPUT, Kind.CONST, Kind.OUTPUT, Kind.STACK, Kind.CARRY):
-        return True
-    if op.kind in (Kind.EXIT, Kind.JOIN):
-        return True
-    if op.kind is Kind.READ:
-        return id(op.operands[0]) in mortal
-    if op.kind is Kind.ENTER:
-        return False
-    flat = _final_readers(value, readers)
-    if op.kind is Kind.SLICE:
-        return any(r.primitive in HEAVY for r in flat)
-    if op.primitive in HEAVY:
-        return True
-    if all(v is None or not v.shape for v in op.operands):
-        return False  # a broadcast scalar or iota is computed where it is read
-    return len(flat) > 1 or not all(is_fusible(r) for r in flat)
+    def _use(self, reader: Op, k: int, value: Value) -> int:
+        if reader.kind in (Kind.ENTER, Kind.SLICE) or (reader.kind is Kind.CARRY and k == 1):
+            return self.spans[id(reader)][1]
+        if reader.kind in (Kind.INPUT, Kind.OUTPUT):
+            return 0  # the result's own buffer is counted there
+        now = self.runs[id(reader)] + (reader.kind not in ALIASES)
+        fused = [v for v in reader.results if id(v) not in self.fusion.written]
+        if reader.primitive in MATMULS:
+            fused = []  # its kernel runs once, whoever writes the result
+        return max([now, *(self.last_use(v) for v in fused)])
 
+    def _hoisted(self, op: Op) -> Value | None:
+        """Returns the copy in a narrower dtype that XLA makes of a scanned operand before the loop.
 
-def _final_readers(value: Value, readers) -> list[Op]:
-    """Returns the operations that read a value, looking through READs."""
-    found = []
-    for reader, _ in readers.get(id(value), []):
-        found += (
-            _final_readers(reader.results[0], readers) if reader.kind is Kind.READ else [reader]
-        )
-    return found
-
-
-def is_fusible(op: Op) -> bool:
-    """Returns whether XLA can compute the operand inside this reader, without writing it first."""
-    return op.kind is Kind.STACK or (op.kind is Kind.LEAF and op.primitive not in HEAVY)
+        It does where the first thing that the loop does with a slice is to convert it.
+        """
+        if op.kind is not Kind.SLICE or op.operands[0] is None:
+            return None
+        (value,) = op.results
+        found = [r for r, _ in self.readers.get(id(value), ())]
+        stacked = op.operands[0]
+        if len(found) != 1 or found[0].primitive != "convert_element_type":
+            return None
+        narrow = found[0].results[0].itemsize
+        if narrow >= value.itemsize:
+            return None
+        return Value(stacked.shape, found[0].results[0].dtype, narrow, f"{stacked.name}, converted")

@@ -4,14 +4,15 @@ Choose one strategy p_i for every node i, so as to minimise
 
     sum_i costs_s[i][p_i]  +  sum_(a,b) costs_s[a,b][p_a, p_b]            (seconds)
 
-while at every time t the usages of the live choices fit:  sum_(live at t) bytes[p] <= usage_limit_bytes.
+while at every time t the usages of the live choices fit: sum_(live at t) bytes[p] <= limit.
 
-Files are IOPDDL JSON, the form of the ASPLOS 2025 contest on intra-operator parallelism (plain or gzip), where a
-cost of 10^18 forbids. Two extensions, both ignored by readers of the plain form, keep what is ours:
+Files are IOPDDL JSON, the form of the ASPLOS 2025 contest on intra-operator parallelism (plain or
+gzip), where a cost of 10^18 forbids. Two extensions keep what is ours:
 
-* a node with several usages is followed by extra nodes at the end of the list, one a usage, with one strategy per
-  distinct size and an edge that forbids every pair but the right ones; `followers` lists them, and `read` folds
-  them back. A plain reader sees an equal problem with more nodes.
+* Each usage after a node's first is written as one more node at the end of the list, with one
+  strategy for each distinct size and an edge that forbids every pair but the right ones.
+  `followers` lists them, and `read` folds them back. Other readers see an equal problem with more
+  nodes.
 * `name`, `labels` and `strategies` hold the texts.
 """
 
@@ -29,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from autoshard.errors import ProblemError
+from autoshard.fields import integers, member, vector, vectors
 
 FORBIDDEN = 10**18  # the cost by which an IOPDDL file forbids a choice
-HUGE = 2.0**63  # IOPDDL numbers are 64-bit integers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +84,9 @@ class ShardingProblem:
     name: str = ""
 
     def __str__(self) -> str:
-        limit = "no limit" if self.usage_limit_bytes is None else f"{self.usage_limit_bytes:.6g} bytes"
+        limit = (
+            "no limit" if self.usage_limit_bytes is None else f"{self.usage_limit_bytes:.6g} bytes"
+        )
         counts = f"{len(self.nodes)} nodes, {len(self.edges)} edges, {len(self.usages)} usages"
         return f"{self.name or 'problem'}: {counts}, {limit}"
 
@@ -94,10 +97,14 @@ class ShardingProblem:
     def check_choices(self, choices: Sequence[int]) -> None:
         """Raises a ProblemError unless `choices` names one existing strategy a node."""
         if len(choices) != len(self.nodes):
-            raise ProblemError(f"choices: got {len(choices)}, wanted one for each of {len(self.nodes)} nodes")
+            raise ProblemError(
+                f"choices: got {len(choices)}, wanted one for each of {len(self.nodes)} nodes"
+            )
         for i, (node, p) in enumerate(zip(self.nodes, choices, strict=True)):
             if not 0 <= p < len(node.costs_s):
-                raise ProblemError(f"choices[{i}] = {p}, node {i} has {len(node.costs_s)} strategies")
+                raise ProblemError(
+                    f"choices[{i}] = {p}, node {i} has {len(node.costs_s)} strategies"
+                )
 
     def objective_s(self, choices: Sequence[int]) -> float:
         """Returns the cost of `choices` (one strategy a node); inf where a pair is forbidden."""
@@ -131,7 +138,9 @@ class ShardingProblem:
     def is_feasible(self, choices: Sequence[int]) -> bool:
         """Whether no forbidden pair is taken and the limit is kept."""
         limit = self.usage_limit_bytes
-        return self.objective_s(choices) < math.inf and (limit is None or self.peak_bytes(choices) <= limit)
+        return self.objective_s(choices) < math.inf and (
+            limit is None or self.peak_bytes(choices) <= limit
+        )
 
     def maximal_live_sets(self) -> list[tuple[int, ...]]:
         """Returns the memory rows: sets of indices into `usages`, none contained in another.
@@ -212,27 +221,37 @@ class Solution:
 
 
 def _check(problem: ShardingProblem) -> None:
-    sizes = [_check_vector(node.costs_s, f"nodes[{i}].costs_s") for i, node in enumerate(problem.nodes)]
+    sizes = [
+        _check_vector(node.costs_s, f"nodes[{i}].costs_s") for i, node in enumerate(problem.nodes)
+    ]
     for i, (node, size) in enumerate(zip(problem.nodes, sizes, strict=True)):
         if size == 0:
             raise ProblemError(f"nodes[{i}].costs_s is empty, wanted at least one strategy")
         if node.strategies and len(node.strategies) != size:
-            raise ProblemError(f"nodes[{i}].strategies has {len(node.strategies)} texts, wanted {size}")
+            raise ProblemError(
+                f"nodes[{i}].strategies has {len(node.strategies)} texts, wanted {size}"
+            )
     for k, edge in enumerate(problem.edges):
         for end in (edge.a, edge.b):
             if not 0 <= end < len(sizes):
                 raise ProblemError(f"edges[{k}] names node {end}, there are {len(sizes)} nodes")
         wanted = (sizes[edge.a], sizes[edge.b])
         if edge.costs_s.shape != wanted:
-            raise ProblemError(f"edges[{k}].costs_s has shape {edge.costs_s.shape}, wanted {wanted}")
+            raise ProblemError(
+                f"edges[{k}].costs_s has shape {edge.costs_s.shape}, wanted {wanted}"
+            )
         if not np.all(edge.costs_s > -math.inf):
-            raise ProblemError(f"edges[{k}].costs_s holds NaN or -inf, wanted numbers or inf to forbid")
+            raise ProblemError(
+                f"edges[{k}].costs_s holds NaN or -inf, wanted numbers or inf to forbid"
+            )
     for k, usage in enumerate(problem.usages):
         if not 0 <= usage.node < len(sizes):
             raise ProblemError(f"usages[{k}].node is {usage.node}, there are {len(sizes)} nodes")
         size = _check_vector(usage.bytes, f"usages[{k}].bytes")
         if size != sizes[usage.node]:
-            raise ProblemError(f"usages[{k}].bytes has {size} sizes, node {usage.node} has {sizes[usage.node]}")
+            raise ProblemError(
+                f"usages[{k}].bytes has {size} sizes, node {usage.node} has {sizes[usage.node]}"
+            )
         if np.any(usage.bytes < 0):
             raise ProblemError(f"usages[{k}].bytes holds {usage.bytes.min():g}, wanted sizes >= 0")
         if usage.start > usage.end:
@@ -246,7 +265,9 @@ def _check_vector(values: np.ndarray, field: str) -> int:
     if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype != np.float64:
         raise ProblemError(f"{field}: wanted a float64 vector, got {values!r:.80}")
     if not np.all(np.isfinite(values)):
-        raise ProblemError(f"{field} holds {values[~np.isfinite(values)][0]}, wanted finite numbers")
+        raise ProblemError(
+            f"{field} holds {values[~np.isfinite(values)][0]}, wanted finite numbers"
+        )
     return len(values)
 
 
@@ -283,27 +304,31 @@ def write(problem: ShardingProblem, path: str | os.PathLike) -> None:
 
 
 def _from_tree(tree: Any) -> ShardingProblem:
-    body = _member(tree, "problem", dict, "")
-    nodes, edges = (_member(body, k, dict, "problem.") for k in ("nodes", "edges"))
-    intervals = _member(nodes, "intervals", list, "problem.nodes.")
-    costs = _vectors(nodes, "costs", "problem.nodes.")
-    sizes = _vectors(nodes, "usages", "problem.nodes.")
+    body = member(tree, "problem", dict, "")
+    nodes, edges = (member(body, k, dict, "problem.") for k in ("nodes", "edges"))
+    intervals = member(nodes, "intervals", list, "problem.nodes.")
+    costs = vectors(nodes, "costs", "problem.nodes.")
+    sizes = vectors(nodes, "usages", "problem.nodes.")
     for name, values in (("intervals", intervals), ("usages", sizes)):
         if len(values) != len(costs):
-            raise ProblemError(f"problem.nodes.{name} has {len(values)} entries, problem.nodes.costs {len(costs)}")
-    ends = _member(edges, "nodes", list, "problem.edges.")
-    pairs = _vectors(edges, "costs", "problem.edges.")
+            raise ProblemError(
+                f"problem.nodes.{name} has {len(values)} entries, problem.nodes.costs {len(costs)}"
+            )
+    ends = member(edges, "nodes", list, "problem.edges.")
+    pairs = vectors(edges, "costs", "problem.edges.")
     if len(ends) != len(pairs):
-        raise ProblemError(f"problem.edges.nodes has {len(ends)} entries, problem.edges.costs {len(pairs)}")
-    spans = [_integers(s, 2, f"problem.nodes.intervals[{i}]") for i, s in enumerate(intervals)]
+        raise ProblemError(
+            f"problem.edges.nodes has {len(ends)} entries, problem.edges.costs {len(pairs)}"
+        )
+    spans = [integers(s, 2, f"problem.nodes.intervals[{i}]") for i, s in enumerate(intervals)]
     texts = _texts(body, len(costs))
     read_nodes, read_edges = _read_nodes(costs, texts)
     for k, (end, cost) in enumerate(zip(ends, pairs, strict=True)):
-        read_edges.append(_read_edge(k, _integers(end, 2, f"problem.edges.nodes[{k}]"), cost, costs))
+        read_edges.append(_read_edge(k, integers(end, 2, f"problem.edges.nodes[{k}]"), cost, costs))
     usages = _read_usages(spans, sizes, costs, texts["usages"])
     limit = body.get("usage_limit")
     if limit is not None:
-        limit = float(_vector([limit], "problem.usage_limit")[0])
+        limit = float(vector([limit], "problem.usage_limit")[0])
     name = body.get("name", "")
     if not isinstance(name, str):
         raise ProblemError(f"problem.name is {name!r:.40}, wanted a text")
@@ -312,7 +337,7 @@ def _from_tree(tree: Any) -> ShardingProblem:
 
 
 def _read_nodes(costs: list[np.ndarray], texts: dict[str, list]) -> tuple[list[Node], list[Edge]]:
-    """A node's cost must be finite, so a forbidden strategy becomes a self edge with inf on the diagonal."""
+    """Node costs are finite: a forbidden strategy becomes a self edge with inf on the diagonal."""
     nodes, edges = [], []
     for i, cost in enumerate(costs):
         forbidden = cost >= FORBIDDEN
@@ -331,18 +356,24 @@ def _read_edge(k: int, ends: tuple[int, ...], cost: np.ndarray, costs: list[np.n
     wanted = len(costs[a]) * len(costs[b])
     if len(cost) != wanted:
         raise ProblemError(f"problem.edges.costs[{k}] has {len(cost)} entries, wanted {wanted}")
-    return Edge(a, b, np.where(cost >= FORBIDDEN, np.inf, cost).reshape(len(costs[a]), len(costs[b])))
+    return Edge(
+        a, b, np.where(cost >= FORBIDDEN, np.inf, cost).reshape(len(costs[a]), len(costs[b]))
+    )
 
 
 def _read_usages(spans: list, sizes: list, costs: list, labels: list) -> list[Usage]:
     usages = []
     for i, ((start, end), size) in enumerate(zip(spans, sizes, strict=True)):
         if len(size) != len(costs[i]):
-            raise ProblemError(f"problem.nodes.usages[{i}] has {len(size)} entries, wanted {len(costs[i])}")
+            raise ProblemError(
+                f"problem.nodes.usages[{i}] has {len(size)} entries, wanted {len(costs[i])}"
+            )
         if np.any(size < 0):
             raise ProblemError(f"problem.nodes.usages[{i}] holds {size.min():g}, wanted sizes >= 0")
         if start > end or start < 0:
-            raise ProblemError(f"problem.nodes.intervals[{i}] is [{start}, {end}], wanted 0 <= start <= end")
+            raise ProblemError(
+                f"problem.nodes.intervals[{i}] is [{start}, {end}], wanted 0 <= start <= end"
+            )
         if start < end:
             usages.append(Usage(i, start, end, size, labels[i]))
     return usages
@@ -353,15 +384,19 @@ def _fold_followers(problem: ShardingProblem, followers: Any) -> ShardingProblem
     if not isinstance(followers, list):
         raise ProblemError(f"problem.followers is {followers!r:.40}, wanted a list of pairs")
     count = len(problem.nodes) - len(followers)
-    leaders = [_integers(f, 1, f"problem.followers[{k}]")[0] for k, f in enumerate(followers)]
+    leaders = [integers(f, 1, f"problem.followers[{k}]")[0] for k, f in enumerate(followers)]
     edges = list(problem.edges)
     maps: dict[int, np.ndarray] = {}
     for k, leader in reversed(list(enumerate(leaders))):
         edge = edges.pop() if edges else None
         if edge is None or (edge.a, edge.b) != (leader, count + k) or leader >= count:
-            raise ProblemError(f"problem.followers[{k}]: wanted as edge {len(edges)} one from {leader} to {count + k}")
+            raise ProblemError(
+                f"problem.followers[{k}]: edge {len(edges)} must join {leader} and {count + k}"
+            )
         if np.any((edge.costs_s == 0).sum(axis=1) != 1):
-            raise ProblemError(f"problem.edges.costs[{len(edges)}]: a follower's edge must allow one pair a row")
+            raise ProblemError(
+                f"problem.edges.costs[{len(edges)}]: a follower's edge must allow one pair a row"
+            )
         maps[count + k] = np.argmin(edge.costs_s, axis=1)
     usages = []
     for u in problem.usages:
@@ -412,56 +447,15 @@ def _to_tree(problem: ShardingProblem) -> dict:
 
 def _numbers(values: np.ndarray) -> list:
     """JSON numbers: integers where exact, as IOPDDL wants, and 10^18 for inf."""
-    return [
-        FORBIDDEN if v == math.inf else int(v) if v == int(v) else v for v in values.tolist()
-    ]
-
-
-def _member(tree: Any, key: str, kind: type, where: str) -> Any:
-    if not isinstance(tree, dict) or key not in tree:
-        raise ProblemError(f"{where}{key} is missing")
-    if not isinstance(tree[key], kind):
-        raise ProblemError(f"{where}{key} is {tree[key]!r:.40}, wanted a {kind.__name__}")
-    return tree[key]
-
-
-def _vectors(tree: dict, key: str, where: str) -> list[np.ndarray]:
-    return [_vector(v, f"{where}{key}[{i}]") for i, v in enumerate(_member(tree, key, list, where))]
-
-
-def _vector(values: Any, field: str) -> np.ndarray:
-    try:
-        if not isinstance(values, list) or any(isinstance(v, str) for v in values[:1]):
-            raise TypeError
-        vector = np.array(values, np.float64)
-    except OverflowError:
-        raise ProblemError(f"{field} holds a number beyond 64 bits") from None
-    except (TypeError, ValueError):
-        raise ProblemError(f"{field} is {values!r:.40}, wanted a list of numbers") from None
-    if vector.ndim != 1:
-        raise ProblemError(f"{field} has {vector.ndim} dims, wanted a list of numbers")
-    if not np.all(np.isfinite(vector)):
-        raise ProblemError(f"{field} holds {vector[~np.isfinite(vector)][0]}, wanted finite numbers")
-    if np.any(np.abs(vector) >= HUGE):
-        raise ProblemError(f"{field} holds {np.abs(vector).max():g}, a number beyond 64 bits")
-    return vector
-
-
-def _integers(values: Any, count: int, field: str) -> tuple[int, ...]:
-    if not isinstance(values, list) or len(values) != count:
-        raise ProblemError(f"{field} is {values!r:.40}, wanted {count} integers")
-    for v in values:
-        if type(v) is not int or not 0 <= v < HUGE:
-            raise ProblemError(f"{field} is {values!r:.40}, wanted integers from 0 to 2^63")
-    return tuple(values)
+    return [FORBIDDEN if v == math.inf else int(v) if v == int(v) else v for v in values.tolist()]
 
 
 def _texts(body: dict, count: int) -> dict[str, list]:
     """Labels of nodes and usages and the strategies' texts, empty where the file has none."""
     labels = body.get("labels", {})
     found = {
-        "nodes": _member({"nodes": [""] * count} | labels, "nodes", list, "problem.labels."),
-        "usages": _member({"usages": [""] * count} | labels, "usages", list, "problem.labels."),
+        "nodes": member({"nodes": [""] * count} | labels, "nodes", list, "problem.labels."),
+        "usages": member({"usages": [""] * count} | labels, "usages", list, "problem.labels."),
         "strategies": body.get("strategies", [()] * count),
     }
     for key, texts in found.items():

@@ -1,20 +1,19 @@
 """Exact reductions: a smaller problem with the same optimum, and the way back.
 
-Every step keeps at least one optimal choice, memory included. `Core.expand` turns choices of what is left into choices
-of the whole problem. The steps, by the name under which `Core.removed` counts them:
+Every step keeps at least one optimal choice, memory included. `Core.expand` turns choices of what
+is left into choices of the whole problem. The steps, by the names that `Core.removed` counts:
 
   forbidden   a strategy that has no allowed partner over some edge
-  dominated   a strategy that another one beats whatever the neighbours choose, in cost and in every usage
+  dominated   a strategy that another one beats whatever the neighbours choose, in cost and usages
   constant    a node with one strategy left
   separable   an edge whose costs are a sum of one term for each end
   follower    a node with one allowed strategy for each strategy of a neighbour
-  degree0..2  a node with at most two neighbours, whose best answer to them also has the least usage, or
-              whose usage then depends on one of the neighbours only, who takes it over
+  degree0..2  a node with at most two neighbours, whose best answer to each of their choices has the
+              least usage too; if that varies, it must with one neighbour only, who takes it over
   row         a memory row that cannot be exceeded, or that another row implies
 """
 
 import collections
-import copy
 import math
 from collections.abc import Callable
 
@@ -37,7 +36,7 @@ class Core:
     """What is left of a problem. `S_i` is the number of strategies left of node i.
 
     Attributes:
-      costs: [S_i] for each node, None where the node is gone.
+      costs: [S_i] for each node.
       kept: [S_i] the problem's strategies that are left, ascending.
       edges: `edges[i][j]` is [S_i, S_j]; `edges[j][i]` is its transpose.
       usages: for each node the bytes [S_i] over each span of rows, the least of them being 0.
@@ -49,11 +48,12 @@ class Core:
     Args:
       problem: what to reduce.
       memory: whether its limit counts.
-      every_row: keep the memory rows that cannot be exceeded, for who asks how low the limit can be.
+      every_row: keep memory rows that cannot be exceeded, to find out how low the limit can be.
     """
 
     def __init__(self, problem: ShardingProblem, memory: bool = True, every_row: bool = False):
-        self.costs: list[np.ndarray | None] = [node.costs_s.copy() for node in problem.nodes]
+        self.costs = [node.costs_s.copy() for node in problem.nodes]
+        self._here = [True] * len(problem.nodes)
         self.kept = [np.arange(len(node.costs_s)) for node in problem.nodes]
         self.edges: list[dict[int, np.ndarray]] = [{} for _ in problem.nodes]
         self.usages: list[dict[Span, np.ndarray]] = [{} for _ in problem.nodes]
@@ -78,18 +78,7 @@ class Core:
     @property
     def nodes(self) -> list[int]:
         """The nodes left, ascending."""
-        return [i for i, cost in enumerate(self.costs) if cost is not None]
-
-    def copy(self) -> "Core":
-        """Returns a core that can be changed on its own; the arrays, never changed in place, are shared."""
-        other = copy.copy(self)
-        other.costs, other.kept = list(self.costs), list(self.kept)
-        other.edges = [dict(near) for near in self.edges]
-        other.usages = [dict(spans) for spans in self.usages]
-        other.room_bytes, other.removed = self.room_bytes.copy(), dict(self.removed)
-        other._undo, other._queue = list(self._undo), self._queue.copy()
-        other._queued = list(self._queued)
-        return other
+        return [i for i, here in enumerate(self._here) if here]
 
     def expand(self, choices: dict[int, int]) -> tuple[int, ...]:
         """Returns choices of the whole problem from indices into what is left of each node left."""
@@ -118,7 +107,7 @@ class Core:
         self._touch(i, j)
 
     def reduce(self, expired: Callable[[], bool] = lambda: False) -> None:
-        """Applies every reduction until none applies, or until `expired`; either way the core is sound.
+        """Applies every reduction until none applies or `expired`, which leaves a sound core too.
 
         Raises:
           Infeasible: there is no choice.
@@ -129,7 +118,7 @@ class Core:
                     return
                 i = self._queue.popleft()
                 self._queued[i] = False
-                if self.costs[i] is not None:
+                if self._here[i]:
                     self._reduce_node(i)
             self._reduce_rows()
 
@@ -192,11 +181,11 @@ class Core:
                 self._add_usage(i, span, old + size)
 
     def _remove(self, i: int, keys: tuple[int, ...], table: np.ndarray) -> None:
-        """Takes node i out; `table` [S of each key] is its place in `kept[i]` for choices of the keys."""
+        """Takes node i out; `table` [S of each key] answers the keys by a place in `kept[i]`."""
         for j in list(self.edges[i]):
             self._drop_edge(i, j)
         self._undo.append((i, tuple((j, self.kept[j]) for j in keys), self.kept[i][table]))
-        self.costs[i] = None
+        self._here[i] = False
         self.usages[i] = {}
         self._touch(*keys)
 
@@ -226,7 +215,9 @@ class Core:
         allowed = np.isfinite(self.edges[i][j])
         i_follows = bool(np.all(np.count_nonzero(allowed, axis=0) == 1))
         j_follows = bool(np.all(np.count_nonzero(allowed, axis=1) == 1))
-        if i_follows and j_follows:  # the one with less to move, so that long chains take linear time
+        if (
+            i_follows and j_follows
+        ):  # the one with less to move, so that long chains take linear time
             i_follows = self._weight(i) <= self._weight(j)
         if i_follows:
             self._follow(i, j, np.argmax(allowed, axis=0))
@@ -240,7 +231,9 @@ class Core:
     def _follow(self, i: int, j: int, choice: np.ndarray) -> None:
         """Merges node i into j, where `choice` [S_j] is what each strategy of j allows i."""
         costs = self.edges[i][j]
-        self.costs[j] = self.costs[j] + self.costs[i][choice] + costs[choice, np.arange(len(choice))]
+        self.costs[j] = (
+            self.costs[j] + self.costs[i][choice] + costs[choice, np.arange(len(choice))]
+        )
         for k, other in list(self.edges[i].items()):
             if k != j:
                 self._add_edge(j, k, other[choice])
@@ -251,7 +244,7 @@ class Core:
         self._count("follower")
 
     def _eliminate(self, i: int) -> bool:
-        """Answers each choice of at most two neighbours by the best strategy, if it is best in usage too."""
+        """Answers each choice of at most two neighbours by what is best in cost and in usage."""
         neighbours = tuple(self.edges[i])
         total = self.costs[i]
         size = math.prod(len(self.costs[j]) for j in neighbours)
@@ -286,7 +279,7 @@ class Core:
     def _usages_taken(
         self, i: int, total: np.ndarray, table: np.ndarray, order: np.ndarray
     ) -> dict[Span, tuple[int, np.ndarray]] | None:
-        """Which neighbour (its axis in `table`) takes each usage over, with the bytes; None if impossible."""
+        """Which neighbour (axis of `table`) takes each usage over, with the bytes; None if none."""
         taken: dict[Span, tuple[int, np.ndarray]] = {}
         if not self.usages[i]:
             return taken
@@ -301,8 +294,8 @@ class Core:
             found = None
             for axis in range(max(table.ndim, 1)):
                 others = tuple(a for a in range(table.ndim) if a != axis)
-                highest = np.where(possible, chosen, 0.0).max(axis=others)
-                lowest = np.where(possible, chosen, np.inf).min(axis=others)
+                highest = np.max(np.where(possible, chosen, 0.0), axis=others)
+                lowest = np.min(np.where(possible, chosen, np.inf), axis=others)
                 if np.all((lowest == highest) | (lowest == np.inf)):
                     found = (axis, highest)
                     break
@@ -314,7 +307,7 @@ class Core:
 
     def _undominated(self, i: int) -> np.ndarray:
         """Returns where a strategy [S_i] is not made useless by another one that is kept."""
-        costs = self.costs[i]
+        costs = np.where(np.isfinite(self.costs[i]), self.costs[i], BIG)
         count = len(costs)
         if count > MAX_COMPARED:
             return np.ones(count, bool)

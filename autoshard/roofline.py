@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from autoshard.fusion import Fusion
 from autoshard.graph import Kind, Op
 from autoshard.hardware import Chip
 
@@ -57,7 +58,7 @@ def seconds(op: Op, shards: np.ndarray, traffic_bytes: np.ndarray, chip: Chip) -
     """Returns the seconds of one trip under each strategy.
 
     Args:
-      shards: [S] devices that share the arithmetic.
+      shards: [S] devices that share the arithmetic, less what the matrix unit's tile wastes.
       traffic_bytes: [S] bytes read and written per device.
     """
     dtype = _matmul_dtype(op)
@@ -66,22 +67,46 @@ def seconds(op: Op, shards: np.ndarray, traffic_bytes: np.ndarray, chip: Chip) -
     )
 
 
-def traffic_operands(op: Op, stored: frozenset[int]) -> list[int]:
-    """Returns the operand numbers whose local bytes are read from memory, one entry a pass."""
-    numbers = WINDOWED.get(op.primitive, range(len(op.operands))) if op.kind is Kind.LEAF else ()
-    found = []
-    for k in numbers:
-        value = op.operands[k] if k < len(op.operands) else None
-        if value is not None and id(value) in stored:
-            found.append(k)
-    return found
+def tile_use(op: Op, lhs: tuple[int, ...], rhs: tuple[int, ...], chip: Chip) -> float:
+    """Returns the share of the matrix unit that a matmul of local blocks keeps busy.
+
+    The unit holds a tile of contracted by output dims: a contraction over 64 on a unit of 128 x 128
+    takes as long as one over 128.
+    """
+    if op.primitive != "dot_general":
+        return 1.0
+    ((contract, rhs_contract), (_, rhs_batch)) = op.eqn.params["dimension_numbers"]
+    inner = math.prod(lhs[d] for d in contract)
+    kept = math.prod(n for d, n in enumerate(rhs) if d not in (*rhs_contract, *rhs_batch))
+    batch = math.prod(rhs[d] for d in rhs_batch)
+    outer = math.prod(lhs) // max(1, inner * batch)
+    rows, columns = chip.matmul_tile
+    # The larger of the outer dims streams through; the other one is held, with the inner dim.
+    held = min(outer, kept)
+    return _use(inner, rows) * _use(held, columns)
 
 
-def traffic_results(op: Op, stored: frozenset[int]) -> list[int]:
+def _use(size: int, tile: int) -> float:
+    return size / (math.ceil(size / tile) * tile) if size else 1.0
+
+
+def reads(op: Op, fusion: Fusion) -> list[tuple[int, float]]:
+    """Returns what the kernel of an operation reads from memory: (operand number, bytes of the
+    whole value), one entry a pass; nothing where it is computed inside another kernel."""
+    numbers = WINDOWED.get(op.primitive)
+    roots = fusion.roots.get(id(op), ())
+    if numbers is None:
+        return [(root.operand, root.size_bytes) for root in roots]
+    sizes = [(root.operand, root.size_bytes) for root in roots]
+    return [(k, size) for number in numbers for k, size in sizes if k == number]
+
+
+def writes(op: Op, fusion: Fusion) -> list[int]:
     """Returns the result numbers whose local bytes are written to memory."""
     if op.kind is not Kind.LEAF or op.primitive in IN_PLACE:
         return []
-    return [k for k, value in enumerate(op.results) if id(value) in stored]
+    written = fusion.stored | fusion.ended
+    return [k for k, value in enumerate(op.results) if id(value) in written]
 
 
 def _matmul_dtype(op: Op) -> str:

@@ -1,8 +1,9 @@
 """Local search on a core: all but a few nodes change at once, exactly, the rest being fixed.
 
-Memory enters through a price for each byte in each memory row: for fixed prices the problem has only node and edge
-costs, and nodes with at most two free neighbours can be eliminated exactly, one after another. When none is left, one
-is fixed at its present choice. What was eliminated then takes its best choice given the fixed ones.
+Memory enters through a price for each byte in each memory row: for fixed prices the problem has
+only node and edge costs, and nodes with at most two free neighbours can be eliminated exactly, one
+after another. When none is left, one is fixed at its present choice. What was eliminated then takes
+its best choice given the fixed ones.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ Neighbours = list[list[tuple[int, np.ndarray]]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flat:
-    """A core as flat arrays. Nodes are renumbered 0..N-1; `V` numbers all (node, strategy) pairs."""
+    """A core as flat arrays. Nodes are renumbered 0..N-1; `V` counts all (node, strategy)."""
 
     names: np.ndarray  # [N] the core's node
     sizes: np.ndarray  # [N] strategies
@@ -124,12 +125,12 @@ class Flat:
         return core.expand(dict(zip(self.names.tolist(), x.tolist(), strict=True)))
 
 
-def _with_penalty(
-    pairs: list[tuple[int, int, np.ndarray]], costs: list[np.ndarray]
-) -> Neighbours:
-    """A finite penalty, above what all else can differ by, lets a search pass through forbidden pairs."""
+def _with_penalty(pairs: list[tuple[int, int, np.ndarray]], costs: list[np.ndarray]) -> Neighbours:
+    """A finite penalty, above all other differences, lets a search pass through forbidden pairs."""
     finite = [m if np.isfinite(m).all() else np.where(np.isfinite(m), m, 0.0) for _, _, m in pairs]
-    penalty = 2.0 * (sum(float(np.abs(m).max()) for m in finite) + sum(float(np.ptp(c)) for c in costs))
+    penalty = 2.0 * (
+        sum(float(np.abs(m).max()) for m in finite) + sum(float(np.ptp(c)) for c in costs)
+    )
     neighbours: Neighbours = [[] for _ in costs]
     for (a, b, m), low in zip(pairs, finite, strict=True):
         if low is not m:
@@ -282,7 +283,7 @@ class Search:
         return True
 
     def fit(self, sweeps: int) -> None:
-        """Moves all nodes, prices rising where the memory is exceeded and falling while it is not."""
+        """Moves all nodes; prices rise where the memory is exceeded and fall while it is not."""
         flat = self.flat
         every = np.arange(len(self.x))
         scale = self._byte_price()
@@ -308,7 +309,7 @@ class Search:
                 step *= 1.1
 
     def polish(self, rounds: int) -> int:
-        """Improves the best choices region by region, keeping the memory; returns how often it did."""
+        """Improves the best choices region by region, within the limit; returns how often."""
         if self.best is None:
             return 0
         flat, gains = self.flat, 0
@@ -355,7 +356,7 @@ class Search:
 
 
 def spread_peaks(excess: np.ndarray, threshold: float, count: int) -> list[int]:
-    """Returns at most `count` places where `excess` is above the threshold, highest first, not side by side."""
+    """Returns at most `count` places, apart, where `excess` is above the threshold, highest first."""
     left = excess.copy()
     below = np.flatnonzero(excess <= threshold)
     found: list[int] = []

@@ -1,17 +1,18 @@
 """ShardingProblem -> Solution.
 
-The integer program, over one-hot s_i for each node and e_pq for each pair of strategies of each edge:
+The integer program, over one-hot s_i for each node and e_pq for each pair of each edge:
 
-  minimise   sum_i costs_i . s_i + sum_(i,j) costs_ij . e_ij       `Program._model`
-  one-hot    sum_p s_ip = 1                      for each node       `Program._link`
-  edge       sum_q e_pq = s_ip                   for each p          `Program._link`
-             sum_p e_pq = s_jq                   for each q          `Program._link`
-  memory     sum_(live at t) bytes . s <= limit  for each maximal live set t, as needed   `Program.add_rows`
-  integer    s in {0, 1}; e >= 0 is then integer by itself           `Program._model`
+  minimise   sum_i costs_i . s_i + sum_(i,j) costs_ij . e_ij                 `Program._model`
+  one-hot    sum_p s_ip = 1                      for each node               `Program._link`
+  edge       sum_q e_pq = s_ip                   for each p of (i, j)        `Program._link`
+             sum_p e_pq = s_jq                   for each q of (i, j)        `Program._link`
+  memory     sum_(live at t) bytes . s <= limit  for each maximal live set   `Program.add_rows`
+  integer    s in {0, 1}; e >= 0 is then integer by itself                   `Program._model`
 
-Before that, `Core.reduce` shrinks the problem without losing the optimum. `Search` finds choices that fit, the
-relaxation gives the bound, the two together rule out strategies and pairs (`_prune`), and what is left goes to the
-integer program.
+Before that, `Core.reduce` shrinks the problem without losing the optimum. Messages between nodes
+(`Dual`) give a bound, and choices that `Search` improves; memory is priced (`Prices`). Bound and
+choices together rule out strategies, which shrinks the core further. What is left, if it is small
+enough, goes to the relaxation, whose reduced costs rule out more, and to the integer program.
 """
 
 import dataclasses
@@ -24,15 +25,18 @@ import numpy as np
 
 from autoshard.bound import Program, Relaxed
 from autoshard.dual import Dual
+from autoshard.prices import Prices
 from autoshard.problem import ShardingProblem, Solution, Status
 from autoshard.reduce import Core, Infeasible
 from autoshard.search import Flat, Search, improve
 
 GAP = 1e-7  # relative; a smaller one counts as proven
-ROUNDS = 20
+ROUNDS = 60  # of messages and pruning
 SWEEPS = (2, 3, 5)  # in the first rounds and in all later ones
-KERNEL_PAIRS = 120_000  # the same for part of the strategies
-PROGRAM_PAIRS = 250_000  # edge pairs up to which the relaxation is solved by the engine
+POLISH = 300  # regions searched at the end
+PRICE_STEPS = 60
+PROGRAM_PAIRS = 700_000  # edge pairs and edge rows up to which the engine solves the programs
+PROGRAM_ROWS = 40_000
 
 
 def solve(
@@ -57,7 +61,10 @@ def solve(
             problem.check_choices(hint)
             run.offer(tuple(int(p) for p in hint))
         run.stage("reduce", run.reduce)
-        run.improve_and_prove()
+        if len(run.flat.sizes):
+            run.improve_and_prove()
+        else:
+            run.exhaust()
     except Infeasible:
         run.exhausted = True
     return run.solution()
@@ -98,6 +105,7 @@ class _Run:
         self.best: tuple[int, ...] = ()
         self.objective = math.inf
         self.bound = _trivial_bound(problem)
+        self._decoded = 0
         self.exhausted = False  # nothing that is cheaper than the best is left
         self.rng = np.random.default_rng(0)
         self.core: Core
@@ -131,127 +139,60 @@ class _Run:
         self.stats["core_nodes"] = len(self.flat.sizes)
         self.stats["core_pairs"] = len(self.flat.edge_costs)
 
+    def exhaust(self) -> None:
+        """Takes the only choices left."""
+        self.offer(self.core.expand({}))
+        self.exhausted = True
+
     def improve_and_prove(self) -> None:
-        """Messages, pruning and the programs in turn until the gap closes; then polishing."""
+        """Messages, pruning and prices until they gain little; then the programs."""
         search = self.stage("search", self._start)
         dual = self._dual(search, None)
-        stalled = 0
+        price_steps = PRICE_STEPS
         for k in range(ROUNDS):
-            if self._done():
-                return
-            before = self.bound
+            before = dual.last_bound
             self.stage("messages", self._pass_messages, dual, search, SWEEPS[min(k, 2)])
-            self.log(k, dual, search)
             if self._done():
                 return
             if self.best and self.stage("prune", self._prune_nodes, dual):
                 search, dual = self._restart(search, dual)
+                if dual.prices.any():
+                    price_steps = max(price_steps, PRICE_STEPS // 4)
                 continue
-            small = len(self.flat.edge_costs) <= PROGRAM_PAIRS
-            stalled = stalled + 1 if self.bound - before < 1e-3 * abs(self.bound) else 0
-            if k < 1 or not (stalled or dual.prices.any()):
+            gained = dual.last_bound - before
+            left = self.objective - self.bound if self.best else math.inf
+            if gained > min(5e-3 * abs(self.bound), 0.1 * left):
                 continue
-            if small:
+            if not price_steps:
                 break
-            if stalled > 3:
-                break
-            self.stage("kernel", self._kernel, dual, search)
+            self.stage("prices", self._set_prices, dual, search, price_steps)
+            price_steps = 0
         self._finish(search)
 
     def _finish(self, search: Search) -> None:
         """Relaxation and integer program where the core is small enough, then polishing."""
         for _ in range(4):
             pairs = len(self.flat.edge_costs)
-            if pairs > PROGRAM_PAIRS or not self._relax_and_prune(search):
+            if self._done() or not self._is_small() or not self._relax_and_prune(search):
                 break
-            if self._done():
-                return
-            search, _ = self._restart(search, None)
+            search = self._resume(search)
             if len(self.flat.edge_costs) > 0.7 * pairs:
                 break
-        if self._done():
-            return
-        if len(self.flat.edge_costs) <= PROGRAM_PAIRS:
+        if not self._done() and self._is_small():
             self.stage("integer", self._integer)
         while not self._done():
-            self.stage("polish", search.polish, 100)
+            self.stage("polish", search.polish, POLISH)
             self._take(search)
             if self.deterministic:
                 break
 
+    def _is_small(self) -> bool:
+        flat = self.flat
+        rows = int((flat.sizes[flat.edge_a] + flat.sizes[flat.edge_b]).sum())
+        return len(flat.edge_costs) <= PROGRAM_PAIRS and rows <= PROGRAM_ROWS
+
     def _done(self) -> bool:
         return self._proven() or self.clock.expired()
-
-    def _kernel(self, dual: Dual, search: Search) -> None:
-        """Solves the programs over each node's most promising strategies only, for prices and choices."""
-        core = self.core.copy()
-        keep = self._promising(dual, search)
-        for i, part in zip(self.flat.names.tolist(), self.flat.split(keep), strict=True):
-            if not part.all():
-                core.restrict(i, part)
-        try:
-            core.reduce(self.clock.expired)
-        except Infeasible:
-            return
-        flat = Flat.of(core)
-        if self.clock.expired() or not len(flat.sizes):
-            return
-        x = flat.restart(core, self.best) if self.best else np.zeros(len(flat.sizes), np.int64)
-        scale = self.objective - core.constant_s if self.best else flat.objective(x)
-        program = Program(
-            flat, scale if math.isfinite(scale) else 1.0, self.problem.usage_limit_bytes or 1.0
-        )
-        relaxed = program.relax(self.clock.left_s() / 2)
-        if relaxed is None or relaxed.objective == math.inf:
-            return
-        self.log_kernel(flat, relaxed, core)
-        rows = np.searchsorted(self.core.row_names, core.row_names)
-        prices = np.zeros(len(self.core.row_names))
-        prices[rows] = relaxed.prices
-        dual.reprice(prices)
-        dual.settle()
-        search.prices = prices.copy()
-        share = self.clock.left_s() / (2 if self.deterministic else 6)
-        answer = program.solve(share, 200 if self.deterministic else None, 1e-3)
-        for values in (relaxed.values, answer.choices):
-            if values is None:
-                continue
-            x = values
-            if values.dtype != np.int64:
-                x = np.array([int(np.argmax(v)) for v in flat.split(values)], np.int64)
-            search.x = self.flat.restart(self.core, flat.expand(core, x))
-            search.offer(search.x)
-        search.fit(10)
-        search.prices = prices.copy()
-        search.polish(20)
-        self._take(search)
-
-    def _promising(self, dual: Dual, search: Search) -> np.ndarray:
-        """Returns where a strategy [V] is among those of least excess, `KERNEL_PAIRS` pairs in all."""
-        flat = self.flat
-        chosen = np.zeros(len(flat.costs), bool)
-        for x in (search.x, search.best, dual.decode()):
-            if x is not None:
-                chosen[flat.start[:-1] + x] = True
-        order = np.sort(dual.excess)
-        low, high = 0, len(order)
-        while high - low > 1:
-            middle = (low + high) // 2
-            keep = chosen | (dual.excess <= order[middle])
-            count = np.add.reduceat(keep, flat.start[:-1])
-            if float(count[flat.edge_a] @ count[flat.edge_b]) > KERNEL_PAIRS:
-                high = middle
-            else:
-                low = middle
-        return chosen | (dual.excess <= order[low])
-
-    def log_kernel(self, flat, relaxed, core):
-        if __import__("os").environ.get("SLOG"):
-            print('kernel', round(self.clock.limit_s-self.clock.left_s(),1), len(flat.sizes),len(flat.edge_costs), relaxed.objective+core.constant_s, int(((relaxed.values>1e-6)&(relaxed.values<1-1e-6)).sum()),flush=True)
-
-    def log(self, k, dual, search):
-        if __import__("os").environ.get("SLOG"):
-            print(k, round(self.clock.limit_s-self.clock.left_s(),1), 'nodes',len(self.flat.sizes),'pairs',len(self.flat.edge_costs),'bound',self.bound,'best',self.objective,'step',dual._step,'rows',len(dual._rows),'x',self.core.constant_s+self.flat.objective(search.x),'over',self.flat.excess(search.x)/(self.problem.usage_limit_bytes or 1), 'prunable', float((dual.excess+dual.excess_bound>self.objective-self.core.constant_s).mean()),flush=True)
 
     def _start(self) -> Search:
         flat = self.flat
@@ -261,6 +202,7 @@ class _Run:
             x = np.array([int(np.argmin(c)) for c in flat.split(flat.costs)], np.int64)
         search = self._new_search(x, np.zeros(len(flat.room_bytes)))
         search.fit(1)
+        search.prices = np.zeros(len(flat.room_bytes))
         self._take(search)
         return search
 
@@ -268,15 +210,19 @@ class _Run:
         limit = self.problem.usage_limit_bytes or 1.0
         return Search(self.flat, x, prices, self.rng, limit, self.clock.expired)
 
-    def _restart(self, old: Search, dual: Dual | None) -> tuple[Search, Dual | None]:
+    def _restart(self, search: Search, dual: Dual) -> tuple[Search, Dual]:
         """The same search and messages after the core has shrunk."""
+        search = self._resume(search)
+        return search, self._dual(search, dual)
+
+    def _resume(self, old: Search) -> Search:
         rows = np.searchsorted(self._old_rows, self.core.row_names)
         x = self.flat.restart(self.core, self.best)
         search = self._new_search(x, old.prices[rows])
         search.offer(x)
         if not len(self.flat.sizes):
-            self._take(search)
-        return search, None if dual is None else self._dual(search, dual)
+            self.exhaust()
+        return search
 
     def _dual(self, search: Search, old: Dual | None) -> Dual:
         dual = Dual(self.flat, search.prices)
@@ -287,26 +233,55 @@ class _Run:
         return dual
 
     def _pass_messages(self, dual: Dual, search: Search, sweeps: int) -> None:
-        """Sweeps, each with choices read off, improved, and prices moved after them."""
-        every = np.arange(len(self.flat.sizes))
-        for k in range(sweeps):
+        """Sweeps, and reads choices off the messages after each."""
+        for _ in range(sweeps):
             if self.clock.expired():
                 break
-            bound = self.core.constant_s + dual.sweep()
-            self.bound = max(self.bound, min(bound, self.objective))
-            costs = self.flat.split(self.flat.priced(dual.prices))
-            x = improve(self.flat, costs, dual.decode(), every, search.rank(k))
-            search.x = x
-            search.offer(x)
-            target = search.best_objective
-            if math.isinf(target):
-                target = dual.bound + 0.1 * abs(dual.bound)
-            if len(dual.prices) and not dual.settled:
-                dual.adjust(self.flat.used(x), target)
+            self._sweep(dual)
+            search.x = self._decode(dual, search, dual.decode())
+        search.polish(5)
+        self._take(search)
+
+    def _sweep(self, dual: Dual) -> None:
+        bound = self.core.constant_s + dual.sweep()
+        self.bound = max(self.bound, min(bound, self.objective))
+
+    def _decode(self, dual: Dual, search: Search, x: np.ndarray) -> np.ndarray:
+        """Improves x for the present prices and offers it."""
+        costs = self.flat.split(self.flat.priced(dual.prices))
+        every = np.arange(len(self.flat.sizes))
+        x = improve(self.flat, costs, x, every, search.rank(self._decoded))
+        self._decoded += 1
+        search.offer(x)
+        return x
+
+    def _set_prices(self, dual: Dual, search: Search, steps: int) -> None:
+        """Finds prices for the memory, unless what is best without any fits."""
+        flat = self.flat
+        if not len(flat.room_bytes) or (not dual.prices.any() and flat.excess(search.x) <= 0):
+            return
+        limit = self.problem.usage_limit_bytes or 1.0
+        prices = Prices(flat, limit, self._scale(search.x), dual.prices)
+        best_prices, highest = dual.prices, -math.inf
+        for _ in range(steps):
+            if self.clock.expired():
+                break
+            prices.learn(search.x)
+            height = prices.move()
+            dual.reprice(prices.values)
+            self._sweep(dual)
+            found = [self._decode(dual, search, x) for x in (search.x, dual.decode())]
+            search.x = min(found, key=prices.lagrangian)
+            if dual.last_bound > highest:
+                best_prices, highest = dual.prices, dual.last_bound
+            if height - highest < 1e-3 * abs(height):
+                break
+        dual.reprice(best_prices)
         search.prices = dual.prices.copy()
         if search.best is None:
-            search.fit(10)
-        search.polish(5)
+            search.fit(20)
+            search.prices = dual.prices.copy()
+        search.polish(20)
         self._take(search)
 
     def _prune_nodes(self, dual: Dual) -> bool:
@@ -333,8 +308,6 @@ class _Run:
     def _take(self, search: Search) -> None:
         if search.best is not None:
             self.offer(self.flat.expand(self.core, search.best))
-        if not len(self.flat.sizes):
-            self.exhausted = True
 
     def _relax_and_prune(self, search: Search) -> bool:
         """Raises the bound; returns whether pruning made the core smaller."""
@@ -375,7 +348,7 @@ class _Run:
         return max(sizes, default=0.0) or 1.0
 
     def _prune(self, relaxed: Relaxed, room_s: float) -> bool:
-        """Removes strategies and pairs that would raise the bound above the best cost by more than rounding."""
+        """Removes strategies and pairs that would raise the bound above the best cost."""
         flat, core = self.flat, self.core
         allowed = room_s + 1e-6 * (abs(self.objective) + abs(room_s))
         names = flat.names.tolist()
@@ -391,13 +364,9 @@ class _Run:
 
     def _integer(self) -> None:
         if not len(self.flat.sizes):
-            self.exhausted = True
-            self.offer(self.flat.expand(self.core, np.zeros(0, np.int64)))
-            return
+            return self.exhaust()
         start = np.array([int(np.argmin(c)) for c in self.flat.split(self.flat.costs)], np.int64)
-        program = Program(
-            self.flat, self._scale(start), self.problem.usage_limit_bytes or 1.0
-        )
+        program = Program(self.flat, self._scale(start), self.problem.usage_limit_bytes or 1.0)
         for _ in range(5):
             left = self.clock.left_s()
             answer = program.solve(left, 20_000 if self.deterministic else None, GAP / 10)

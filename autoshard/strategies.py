@@ -101,7 +101,10 @@ def is_ordered(mesh: MeshShape) -> bool:
 def _assignments(rule: Rule, mesh: MeshShape) -> Iterator[tuple[Axes, ...]]:
     """Yields the axes of each factor: every way to give some axes to factors that can be split."""
     axes = [name for name, size in mesh.axes if size > 1]
-    open_factors = [f for f, kind in enumerate(rule.kinds) if kind in (Kind.PASS, Kind.REDUCE)]
+    open_factors = [
+        f for f, kind in enumerate(rule.kinds)
+        if kind in (Kind.PASS, Kind.REDUCE) and rule.sizes[f] > 1
+    ]  # fmt: skip
     orders = itertools.permutations if is_ordered(mesh) else itertools.combinations
     for count in range(len(axes) + 1):
         for order in orders(axes, count):
@@ -155,9 +158,10 @@ def _scatters(rule: Rule, mesh: MeshShape, strategy: Strategy) -> Iterator[Strat
     if not strategy.reduced or len(strategy.results) != 1 or rule.reduction != "add":
         return
     (result,) = strategy.results
-    # A dim that only a window of a factor reaches (a slice, a convolution's space) takes no blocks.
+    # A dim that only a window of a factor reaches (a slice, a convolution's space) takes no blocks,
+    # nor does an empty one.
     shape = tuple(
-        _size(rule, factors) if all(rule.kinds[f] is Kind.PASS for f in factors) else 1
+        max(1, _size(rule, factors)) if all(rule.kinds[f] is Kind.PASS for f in factors) else 1
         for factors in rule.results[0]
     )
     for sharding, scattered in _scattered(result, strategy.reduced, shape, mesh):

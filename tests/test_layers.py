@@ -15,6 +15,7 @@ errors
 sharding hardware problem factors
 graph topology
 collectives
+fusion
 resharding roofline liveness
 compose shardy primitives rules
 strategies trace

@@ -1,0 +1,95 @@
+"""What is written to memory, in programs small enough to see it by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.fusion import Fusion, fusion, readers_of
+from autoshard.graph import Kind, Op
+from autoshard.trace import trace
+
+F32 = jnp.float32
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def analyse(fn, *args) -> tuple[tuple[Op, ...], Fusion]:
+    ops = tuple(trace(fn, args).graph.leaves())
+    return ops, fusion(ops, readers_of(ops))
+
+
+def written(fn, *args) -> list[str]:
+    """Returns the primitives whose results have buffers, in order."""
+    ops, found = analyse(fn, *args)
+    return [
+        op.primitive
+        for op in ops
+        for v in op.results
+        if op.kind is Kind.LEAF and id(v) in found.written
+    ]
+
+
+X, W, V = array(8, 16), array(16, 32), array(32, 16)
+
+
+def gated(y):
+    return jnp.sin(y) * y
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "expected"),
+    [
+        # An elementwise chain into a result has no buffer but the result's.
+        (lambda x: jnp.sin(x) * 2 + 1, (X,), []),
+        # A matmul with one elementwise reader is written as that reader's result.
+        (lambda x, w: jnp.sin(x @ w), (X, W), []),
+        (lambda x, w, v: jnp.sin(x @ w) @ v, (X, W, V), ["sin"]),
+        # Several readers of a matmul: it is written, and what they compute is not.
+        (lambda x, w, v: gated(x @ w) @ v, (X, W, V), ["dot_general"]),
+        # A kernel holds one matmul.
+        (lambda x, w: (x @ w) * (jnp.sin(x) @ w), (X, W), ["dot_general"]),
+        (lambda x: jnp.exp(x - jnp.max(x)), (X,), ["reduce_max"]),
+        # A gather finds its indices in memory, and its result is written.
+        (lambda x, i: x[i] + 1, (X, array(4, dtype="int32")), ["broadcast_in_dim", "gather"]),
+        (lambda x: x + jnp.zeros((8, 16)), (X,), []),
+    ],
+)
+def test_written(fn, args, expected):
+    assert written(fn, *args) == expected
+
+
+def test_a_narrow_copy_with_several_readers_is_kept():
+    def fn(x, w):
+        narrow = w.astype(jnp.bfloat16)
+        return x @ narrow, (2 * x) @ narrow
+
+    assert written(fn, array(8, 16, dtype="bfloat16"), W) == ["convert_element_type"]
+
+
+def test_a_matmul_before_a_cast_is_kept_narrow():
+    def fn(x, w):
+        y = (x @ w).astype(F32)
+        return jnp.exp(y - jnp.max(y))
+
+    ops, found = analyse(fn, array(8, 16, dtype="bfloat16"), array(16, 32, dtype="bfloat16"))
+    kept = [v.dtype for op in ops for v in op.results if id(v) in found.written and v.shape == (8, 32)]
+    assert kept[0] == "bfloat16"
+
+
+def test_a_kernel_reads_each_stored_value_once():
+    ops, found = analyse(lambda x, y: jnp.sum(x * y + x), X, array(8, 16))
+    (reduction,) = [op for op in ops if op.primitive == "reduce_sum"]
+    assert [r.value.name for r in found.roots[id(reduction)]] == ["x", "y"]
+    assert [r.size_bytes for r in found.roots[id(reduction)]] == [512, 512]
+
+
+def test_the_new_state_is_computed_by_one_pass():
+    def step(state, g):
+        m = 0.9 * state["m"] + g
+        return {"m": m, "w": state["w"] - m}
+
+    ops, found = analyse(step, {"m": X, "w": X}, X)
+    read = [r.value.name for op in ops for r in found.roots.get(id(op), ())]
+    assert sorted(read) == ["g", "state['m']", "state['w']"]

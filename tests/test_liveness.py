@@ -1,0 +1,79 @@
+"""When values are alive, in programs small enough to see it by hand."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autoshard.graph import Kind
+from autoshard.liveness import Liveness, liveness
+from autoshard.trace import trace
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def live(fn, *args) -> Liveness:
+    return liveness(trace(fn, args).graph)
+
+
+def spans(found: Liveness, primitive: str) -> list[tuple[int, int]]:
+    return [(r.start, r.end) for r in found.ranges if r.op.primitive == primitive]
+
+
+def test_arguments_live_throughout_and_a_chain_leaves_nothing_behind():
+    found = live(lambda x: jnp.sin(x) + 1, array(8))
+    assert spans(found, "input") == [(0, found.end)]
+    assert [r.op.kind for r in found.ranges] == [Kind.INPUT, Kind.OUTPUT]
+
+
+def test_a_value_lives_until_the_last_kernel_that_computes_from_it():
+    def fn(x, w):
+        h = x @ w  # read by sin, which the second matmul computes
+        return jnp.cos(jnp.sin(h) @ w) + h
+
+    found = live(fn, array(8, 8), array(8, 8))
+    (own,) = spans(found, "dot_general")  # the second one is written as the result
+    shared = [r for r in found.ranges if r.op.kind is Kind.READ]  # takes h's buffer over
+    assert [r.start for r in shared] == [own[1]]
+    assert shared[0].end == found.end - 1  # the sum that needs h again stands before the OUTPUT
+
+
+def test_a_reduction_runs_as_soon_as_it_can():
+    def fn(x, w):
+        y = x @ w
+        z = jnp.sin(y) @ w
+        return jnp.cos(z) @ w, jnp.sum(y)
+
+    found = live(fn, array(8, 8), array(8, 8))
+    (total,) = [r for r in found.ranges if r.op.primitive == "reduce_sum"]
+    first, *_ = spans(found, "dot_general")
+    shared = next(r for r in found.ranges if r.op.kind is Kind.READ)
+    assert total.start == shared.start + 1 == first[1] + 1
+
+
+def test_a_stack_lives_as_long_as_its_loop_and_beyond_to_its_readers():
+    def fn(x, w):
+        def step(c, _):
+            c = jnp.sin(c @ w)
+            return c, c
+
+        last, all_ = lax.scan(step, x, None, length=4)
+        return last, jnp.max(all_)
+
+    found = live(fn, array(8, 8), array(8, 8))
+    (stack,) = [r for r in found.ranges if r.op.kind is Kind.STACK]
+    (carry,) = [r for r in found.ranges if r.op.kind is Kind.CARRY]
+    loop = found.spans[id(stack.op)]
+    assert stack.start == loop[0] and stack.end >= loop[1]
+    assert carry.end >= loop[1]
+
+
+def test_a_scanned_weight_is_narrowed_before_the_loop():
+    def fn(x, ws):
+        return lax.scan(lambda c, w: (jnp.sin(c @ w.astype(jnp.bfloat16)), None), x, ws)[0]
+
+    found = live(fn, array(8, 8, dtype="bfloat16"), array(4, 8, 8))
+    (copy,) = [r for r in found.ranges if r.operand is not None]
+    assert copy.value.shape == (4, 8, 8) and copy.value.dtype == "bfloat16"
+    assert (copy.start, copy.end) == found.spans[id(copy.op)]
