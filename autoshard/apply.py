@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
@@ -130,7 +131,16 @@ class _Evaluation:
             args = _in_bounds(eqn, args)
         scatter = self.constraints.scatters.get(path)
         outs = _bind(eqn, args, eqn.params) if scatter is None else self.blocks(eqn, args, scatter)
+        if eqn.primitive.name == "mul" and self.is_one_integer_a_device(outs[0]):
+            outs = [jax.lax.optimization_barrier(outs[0])]
         return [self.produced(x, path, k) for k, x in enumerate(outs)]
+
+    def is_one_integer_a_device(self, x: Any) -> bool:
+        """Whether blocks of x may hold one integer, which XLA 0.10.2 takes for index arithmetic.
+
+        Of dynamic_slice(x, i) * c, sliced again to one integer, it drops the factor.
+        """
+        return jnp.issubdtype(x.dtype, jnp.integer) and 1 < x.size <= self.mesh.size
 
     def blocks(self, eqn: jex.JaxprEqn, args: list[Any], scatter: Scatter) -> list[Any]:
         """Binds the equation on each device's blocks and reduce-scatters its partial result."""
@@ -153,8 +163,10 @@ class _Evaluation:
         closed = eqn.params[name]
         if eqn.primitive.name in INLINED:
             return self.body(closed, args, f"{path}/")
-        new = _retrace(lambda *xs: self.body(closed, xs, f"{path}/"), as_closed(closed), closed)
-        return _bind(eqn, args, {**eqn.params, name: new})
+        new = _retrace(lambda *xs: self.body(closed, xs, f"{path}/"), closed)
+        if isinstance(closed, jex.ClosedJaxpr):
+            return _bind(eqn, args, {**eqn.params, name: new})
+        return _bind(eqn, [*new.consts, *args], {**eqn.params, name: _consts_first(new)})
 
     def scan(self, eqn: jex.JaxprEqn, args: list[Any], path: str) -> list[Any]:
         closed = eqn.params["jaxpr"]
@@ -173,7 +185,7 @@ class _Evaluation:
                 self.operand(y, f"{path}.ys{k}", 0) for k, y in enumerate(outs[n_carry:])
             ]
 
-        outs = _bind(eqn, args, {**eqn.params, "jaxpr": _retrace(body, closed, closed)})
+        outs = _bind(eqn, args, {**eqn.params, "jaxpr": _retrace(body, closed)})
         ends = [f"{path}.carry{k}" for k in range(n_carry)]
         ends += [f"{path}.ys{k}" for k in range(len(outs) - n_carry)]
         return self.exits(outs, ends, path)
@@ -197,8 +209,8 @@ class _Evaluation:
             return [self.next_carry(x, path, k) for k, x in enumerate(outs)]
 
         new = {
-            "cond_jaxpr": _retrace(test, p["cond_jaxpr"], p["cond_jaxpr"]),
-            "body_jaxpr": _retrace(body, p["body_jaxpr"], p["body_jaxpr"]),
+            "cond_jaxpr": _retrace(test, p["cond_jaxpr"]),
+            "body_jaxpr": _retrace(body, p["body_jaxpr"]),
         }
         outs = _bind(eqn, args, {**p, **new})
         return self.exits(outs, carries, path)
@@ -211,7 +223,7 @@ class _Evaluation:
                 outs = self.body(closed, xs, f"{path}.branch{b}/")
                 return [self.operand(x, f"{path}.join{k}", b) for k, x in enumerate(outs)]
 
-            branches.append(_retrace(body, closed, closed))
+            branches.append(_retrace(body, closed))
         outs = _bind(eqn, args, {**eqn.params, "branches": tuple(branches)})
         return [self.produced(x, f"{path}.join{k}", 0) for k, x in enumerate(outs)]
 
@@ -221,8 +233,7 @@ class _Evaluation:
         return self.pin(self.operand(x, name, 1), self.constraints.results.get((name, 0), ()))
 
     def exits(self, outs: Sequence[Any], ends: Sequence[str], path: str) -> list[Any]:
-        """Constrains the loop's results as the loop leaves them, then as their readers want
-        them."""
+        """Constrains results as the loop leaves them, then as their readers want them."""
         results = []
         for k, (x, end) in enumerate(zip(outs, ends, strict=True)):
             x = self.pin(x, self.constraints.results.get((end, 0), ()))
@@ -256,15 +267,19 @@ def _in_bounds(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
     return [x, *starts]
 
 
-def _retrace(body: Callable, closed: jex.ClosedJaxpr, like: Any) -> Any:
-    """Traces `body` for the inputs of `closed`; returns a Jaxpr or ClosedJaxpr as `like` is."""
-    avals = [_struct(v.aval) for v in as_closed(closed).jaxpr.invars]
-    new = jax.make_jaxpr(body)(*avals)
-    if isinstance(like, jex.ClosedJaxpr):
-        return new
-    if new.consts:
-        raise NotImplementedError("a checkpointed region closes over a constant array")
-    return new.jaxpr
+def _retrace(body: Callable, closed: Any) -> jex.ClosedJaxpr:
+    """Traces `body` for the inputs of `closed`."""
+    return jax.make_jaxpr(body)(*[_struct(v.aval) for v in as_closed(closed).jaxpr.invars])
+
+
+def _consts_first(closed: jex.ClosedJaxpr) -> jex.Jaxpr:
+    """Returns a jaxpr whose first arguments are the constants."""
+    jaxpr = closed.jaxpr
+    return jaxpr.replace(
+        constvars=[],
+        invars=[*jaxpr.constvars, *jaxpr.invars],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
 
 
 def _struct(aval: Any) -> Any:

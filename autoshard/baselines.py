@@ -91,8 +91,7 @@ class _Walk:
         return tuple(self.picked)
 
     def _input(self, op: Op, strategies: tuple[Strategy, ...]) -> np.ndarray:
-        """The state lies whole or split along its largest dim; of the batch, the first dim is
-        split."""
+        """The state lies whole or is split along its largest dim, the batch along its first."""
         index, shape = int(op.path.removeprefix("in")), op.results[0].shape
         is_state = self.carried[index] is not None
         axes = self.state if is_state else self.batch
@@ -106,8 +105,7 @@ class _Walk:
         return np.array([s.results[0].is_replicated for s in strategies])
 
     def _kept(self, op: Op, strategies: tuple[Strategy, ...]) -> np.ndarray:
-        """Which strategies split every operand's batch dim, and nothing else, along the batch
-        axes."""
+        """Which strategies split each operand's batch dim, and no other, along the batch axes."""
         labels = [
             (k, self.batch_dim[id(v)])
             for k, v in enumerate(op.operands)

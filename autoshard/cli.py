@@ -44,8 +44,7 @@ class UsageError(AutoshardError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, or 2 with a message for anything the user can
-    mend."""
+    """Runs one command; returns 0, or 2 with a message for anything the user can mend."""
     args = _parser().parse_args(argv)
     try:
         args.run(args)

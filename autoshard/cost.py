@@ -154,10 +154,15 @@ class _Pricing:
                 traffic += self.local_bytes(i, "operands", k, value) * (size / value.size_bytes)
         for k in roofline.writes(op, self.live.fusion):
             traffic += self.local_bytes(i, "partial", k, op.results[k])
+        vector_ops = np.zeros(len(strategies))
+        for k, count in roofline.vector_ops(op, self.live.fusion):
+            value = op.operands[k]
+            if count and value is not None and value.size_bytes:
+                vector_ops += self.local_bytes(i, "operands", k, value) * count / value.size_bytes
         shards = np.array([s.shards for s in strategies], dtype=np.float64)
         if op.primitive == "dot_general":
             shards *= [self._tile_use(op, s) for s in strategies]
-        return roofline.seconds(op, shards, traffic, self.topology.chip)
+        return roofline.seconds(op, shards, traffic, self.topology.chip, vector_ops)
 
     def _tile_use(self, op: Op, strategy: Strategy) -> float:
         lhs, rhs = (

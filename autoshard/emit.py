@@ -1,5 +1,4 @@
-"""A solution -> the constraints that make the partitioner do it, and the collectives that it
-implies."""
+"""A solution -> the constraints that make the partitioner do it, and what they imply."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -112,8 +111,7 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
 def _reshards(
     choices: Choices, solution: Sequence[int], i: int, op: Op
 ) -> Iterator[tuple[int, tuple[Step, ...]]]:
-    """Yields (operand number, steps) where an operand is not yet in the sharding that the strategy
-    wants."""
+    """Yields (operand number, steps) where an operand is not yet as the strategy wants it."""
     strategy = choices.strategies[i][solution[i]]
     for k, value in enumerate(op.operands):
         if value is None or not value.shape:

@@ -1,5 +1,4 @@
-"""A plan as text: who is sharded how, what it costs, which collectives, and where the memory
-peaks."""
+"""A plan as text: who is sharded how, what it costs, what moves, where memory peaks."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING

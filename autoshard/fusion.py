@@ -16,6 +16,7 @@ Seen in the schedules of the TPU compiler; `tests/test_fusion.py` has examples.
 """
 
 import dataclasses
+import math
 
 from autoshard.graph import Kind, Op, Value
 
@@ -39,6 +40,13 @@ WINDOWS = frozenset("slice dynamic_slice".split())
 ENDS = (Kind.STACK, Kind.OUTPUT, Kind.INPUT, Kind.CARRY)  # have buffers for what they read
 ALIASES = (Kind.ENTER, Kind.EXIT, Kind.READ, Kind.JOIN)
 
+# Vector operations for an element; 1 where not listed. Of the TPU compiler's estimates for softmax.
+VECTOR_OPS = dict.fromkeys(
+    "exp exp2 log log1p expm1 tanh logistic erf erfc erf_inv pow sqrt rsqrt cbrt sin cos tan div "
+    "atan2 rem".split(), 20.0
+) | dict.fromkeys("reshape squeeze expand_dims broadcast_in_dim slice iota copy".split(), 0.0)  # fmt: skip
+MAX_WORK = 64  # operations that several readers would each repeat
+
 Readers = dict[int, list[tuple[Op, int]]]  # id of a value -> operations and operand numbers
 
 
@@ -52,6 +60,17 @@ class Root:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What an operation reads, and the elementwise operations that it computes on the way.
+
+    `vector_ops`: through each operand number, their count over the whole arrays.
+    """
+
+    roots: tuple[Root, ...]
+    vector_ops: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Fusion:
     """How values come to be.
 
@@ -61,14 +80,14 @@ class Fusion:
       ended: ids of the values that are computed right into the buffer of a border: a result, a
         stack, the next carry.
       free: ids of the values that are a scalar or an index all over, never worth a buffer.
-      roots: id of operation -> what its kernel reads; only operations that have a kernel.
+      kernels: by id of operation; only operations that have one.
     """
 
     stored: frozenset[int]
     written: frozenset[int]
     ended: frozenset[int]
     free: frozenset[int]
-    roots: dict[int, tuple[Root, ...]]
+    kernels: dict[int, Kernel]
 
 
 def readers_of(ops: tuple[Op, ...]) -> Readers:
@@ -85,13 +104,13 @@ def fusion(ops: tuple[Op, ...], readers: Readers) -> Fusion:
     analysis = _Analysis(readers)
     for op in ops:
         analysis.visit(op)
-    roots = {id(op): analysis.read(op) for op in ops if op.kind is Kind.LEAF}
+    kernels = {id(op): analysis.kernel(op) for op in ops if op.kind is Kind.LEAF}
     return Fusion(
         stored=frozenset(analysis.stored),
         written=frozenset(analysis.written),
         ended=frozenset(analysis.ended),
         free=frozenset(analysis.free),
-        roots={i: r for i, r in roots.items() if r},
+        kernels={i: k for i, k in kernels.items() if k is not None},
     )
 
 
@@ -114,6 +133,7 @@ class _Analysis:
         self.resident: set[int] = set()  # outlives every reader
         self.pending: set[int] = set()
         self.chain: dict[int, tuple[Value, ...]] = {}
+        self.work: dict[int, int] = {}  # id of a pure value -> operations to compute it
         self.free: set[int] = set()
         self.ended: set[int] = set()
         self.updates: dict[int, Root] = {}  # what the kernels of the new state read so far
@@ -144,6 +164,7 @@ class _Analysis:
             self.stored.add(id(value))
             self.resident.add(id(value))
         elif op.kind is Kind.READ and source is not None:
+            self.work[id(value)] = self.work.get(id(source), 0)
             if id(source) in self.stored:
                 self.stored.add(id(value))
                 if id(source) in self.written - self.resident:
@@ -157,7 +178,7 @@ class _Analysis:
         self.written.add(id(value))
 
     def _leaf(self, op: Op, value: Value) -> None:
-        if op.primitive in HEAVY or op.primitive in REDUCTIONS:
+        if op.primitive in HEAVY or op.primitive in REDUCTIONS or _moves_elements(op):
             self._write(value)
             return
         found = final_readers(value, self.readers)
@@ -175,8 +196,16 @@ class _Analysis:
                 self._keep(value)
         elif len(found) > 1 and (self._is_narrower(op) or self._is_costly(value, found)):
             self._write(value)
+        elif len(found) > 1 and self._work(op) > MAX_WORK:
+            self._write(value)
+        else:
+            self.work[id(value)] = self._work(op)
         if id(value) not in self.stored and any(r.kind in ENDS for r in found):
             self.ended.add(id(value))
+
+    def _work(self, op: Op) -> int:
+        """Returns how many operations it takes to compute a result of `op` from stored values."""
+        return 1 + sum(self.work.get(id(v), 0) for v in op.operands if v is not None)
 
     def _part(self, op: Op) -> None:
         """Writes all but the last of several matmuls that an operation would join."""
@@ -227,35 +256,57 @@ class _Analysis:
             return False
         return id(source) in self.stored and op.results[0].itemsize < source.itemsize
 
-    def read(self, op: Op) -> tuple[Root, ...]:
-        """Returns what the kernel of an operation reads, each stored value once."""
+    def kernel(self, op: Op) -> Kernel | None:
+        """Returns the kernel of an operation, which reads each stored value once."""
         matmul = op.primitive in MATMULS
         if not matmul and not any(id(v) in self.stored | self.ended for v in op.results):
-            return ()
+            return None
         found: dict[int, Root] = {}
+        vector_ops: list[tuple[int, float]] = []
+        seen: set[int] = set()
         for k, value in enumerate(op.operands):
             if value is not None:
-                self._roots(value, k, float("inf"), found, set())
+                count = self._roots(value, k, float("inf"), found, seen)
+                vector_ops.append((k, count + _vector_ops(op, value, k)))
         if not matmul and all(id(v) in self.ended for v in op.results):
             found = {i: root for i, root in found.items() if i not in self.updates}
             self.updates |= found
-        return tuple(found.values())
+        return Kernel(tuple(found.values()), tuple(vector_ops))
 
-    def _roots(self, value: Value, k: int, window: float, found: dict, seen: set[int]) -> None:
+    def _roots(self, value: Value, k: int, window: float, found: dict, seen: set[int]) -> float:
+        """Finds the roots of a value, and returns the vector operations between them and it."""
         if id(value) in seen:
-            return
+            return 0.0
         seen.add(id(value))
         if id(value) in self.stored:
             found.setdefault(id(value), Root(value, k, min(window, value.size_bytes)))
-            return
+            return 0.0
         op = self.maker[id(value)]
         if op.primitive in MATMULS:
-            return  # its own kernel reads them
+            return 0.0  # its own kernel reads them
         if op.primitive in WINDOWS:
             window = min(window, value.size_bytes)
-        for operand in op.operands:
-            if operand is not None:
-                self._roots(operand, k, window, found, seen)
+        below = [self._roots(v, k, window, found, seen) for v in op.operands if v is not None]
+        return sum(below) + VECTOR_OPS.get(op.primitive, 1.0) * math.prod(value.shape)
+
+
+def _vector_ops(op: Op, value: Value, k: int) -> float:
+    """Returns the vector operations of `op` itself, counted through its first operand."""
+    if k or op.primitive in MATMULS or op.primitive in HEAVY:
+        return 0.0
+    return VECTOR_OPS.get(op.primitive, 1.0) * math.prod(value.shape)
+
+
+def _moves_elements(op: Op) -> bool:
+    """Whether elements change places within tiles: the minor dim splits or merges, or a stride."""
+    if op.primitive == "slice":
+        return any(stride != 1 for stride in op.eqn.params["strides"] or ())
+    if op.primitive == "pad":
+        return any(interior for _, _, interior in op.eqn.params["padding_config"])
+    if op.primitive != "reshape" or op.operands[0] is None:
+        return False
+    before, after = ([n for n in v.shape if n > 1] for v in (op.operands[0], op.results[0]))
+    return bool(before and after) and before[-1] != after[-1]
 
 
 def _takes(reader: Op, value: Value) -> bool:

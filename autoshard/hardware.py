@@ -44,6 +44,17 @@ class Chip:
             )
 
     @property
+    def vector_ops_per_s(self) -> float | None:
+        """Elementwise operations/s of a TPU: two a cycle in each of the 8 x 128 lanes of a core.
+
+        What the TPU compiler's estimates of softmax and GELU come to. None for other chips, where
+        memory decides.
+        """
+        if self.clock_hz is None or not self.sublane_bytes:
+            return None
+        return 2 * self.clock_hz * 8 * self.lanes * self.cores
+
+    @property
     def usable_hbm_bytes(self) -> float:
         return self.hbm_bytes - self.hbm_reserved_bytes
 

@@ -106,7 +106,7 @@ def inspect(compiled: jax.stages.Compiled, mesh: Mesh) -> CompiledStep:
     return from_text(
         compiled.as_text() or "",
         shape,
-        device_ids=_positions(compiled, mesh),
+        device_ids=positions(compiled, mesh),
         slice_ids=[getattr(d, "slice_index", None) or 0 for d in mesh.devices.flat],
         device_kind=mesh.devices.flat[0].device_kind,
         memory=_memory(compiled),
@@ -187,7 +187,7 @@ def _memory(compiled: jax.stages.Compiled) -> Memory | None:
     )
 
 
-def _positions(compiled: jax.stages.Compiled, mesh: Mesh) -> list[int] | None:
+def positions(compiled: jax.stages.Compiled, mesh: Mesh) -> list[int] | None:
     """Returns where in the mesh the device of each partition is.
 
     Partitions count in the order of the mesh that the function was compiled with, which may list

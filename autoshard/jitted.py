@@ -1,5 +1,4 @@
-"""Functions that run under a plan: `Plan.jit` for one plan, `autoshard.jit` for one plan per
-argument shapes."""
+"""Functions under a plan: `Plan.jit` for one, `autoshard.jit` for one per argument shapes."""
 
 import functools
 import inspect
@@ -23,8 +22,7 @@ class _OtherArguments(Exception):
 
 
 class PlannedFunction:
-    """A function jitted with a plan's shardings and constraints; arguments that lie elsewhere are
-    moved."""
+    """A function jitted with a plan's constraints; arguments that lie elsewhere are moved."""
 
     def __init__(
         self,
@@ -69,8 +67,7 @@ class PlannedFunction:
         return jitted.lower(*self._flat_arguments(args, kwargs))
 
     def _flat_arguments(self, args: tuple, kwargs: dict) -> tuple:
-        """Returns the dynamic positional arguments, then the keyword arguments in the order of
-        their names."""
+        """Returns the dynamic positional arguments, then the keyword arguments by name."""
         dynamic = tuple(a for i, a in enumerate(args) if i not in self.static_argnums)
         return dynamic + tuple(v for _, v in sorted(kwargs.items()))
 

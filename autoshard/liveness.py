@@ -86,7 +86,8 @@ class _Lives:
     def _run(self, op: Op, t: int, made: dict[int, Op]) -> int:
         """Returns when XLA's scheduler runs an operation: one that frees more than it makes, as
         soon as it can."""
-        roots = self.fusion.roots.get(id(op), ())
+        kernel = self.fusion.kernels.get(id(op))
+        roots = kernel.roots if kernel else ()
         if not roots or sum(v.size_bytes for v in op.results) >= max(r.size_bytes for r in roots):
             return t
         first = self.spans.get(id(op), (0, 0))[0]

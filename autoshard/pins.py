@@ -1,5 +1,4 @@
-"""Shardings that the user fixed: a pytree prefix of PartitionSpec, where None leaves the planner
-free."""
+"""Shardings that the user fixed: a pytree prefix of PartitionSpec, None where free."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -79,8 +79,7 @@ class Plan:
 
     @property
     def in_shardings(self) -> Any:
-        """PartitionSpecs in the structure of the arguments; keyword arguments, if any, last, as a
-        dict."""
+        """PartitionSpecs in the structure of the arguments; keywords, if any, last, as a dict."""
         specs = [a.spec for a in self.arguments]
         if self.trees is None:
             return _rebuild([a.path for a in self.arguments], specs)
@@ -96,8 +95,7 @@ class Plan:
         return jax.tree.unflatten(self.trees[1], specs)
 
     def explain(self) -> str:
-        """Returns who is sharded how, what it costs, which collectives, and where the memory
-        peaks."""
+        """Returns who is sharded how, what it costs, what moves, where the memory peaks."""
         return explain.text(self)
 
     def __str__(self) -> str:
@@ -181,8 +179,7 @@ def load(path: str | os.PathLike) -> Plan:
 
 
 def key_path(path: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Returns a pytree path as (kind, key) pairs: "item" of a sequence, "key" of a dict, "field"
-    of an object."""
+    """Returns a pytree path as pairs: ("item", "0"), ("key", "w"), ("field", "params")."""
     kinds = {
         "SequenceKey": ("item", "idx"),
         "DictKey": ("key", "key"),

@@ -33,8 +33,7 @@ TIES = 1e-6  # of the objective, for the second one
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of `autoshard.plan` and `autoshard.jit` that are not the program or the
-    mesh."""
+    """The arguments of `autoshard.plan` and `jit` that are not the program or the mesh."""
 
     hardware: str | Hardware | None = None
     memory_limit_bytes: float | None = None
@@ -106,8 +105,7 @@ def target(mesh: MeshLike, options: Options) -> Target:
 
 
 def pinned(program: Program, target: Target, options: Options) -> tuple[Program, Pins]:
-    """Resolves the user's pins; a result that they part from the argument it becomes is parted in
-    the program too."""
+    """Resolves the pins; a result that they part from its argument is parted in the program."""
     tree = jax.tree.unflatten(program.in_tree, list(program.inputs))
     positional, keyword = tree
     parameters = [v.name.split("[")[0].split(".")[0] for v in program.inputs]
@@ -132,8 +130,7 @@ def pinned(program: Program, target: Target, options: Options) -> tuple[Program,
 
 
 def _parted(program: Program, i: int) -> Program:
-    """Returns the program with result `carried[i]` a result of its own, no longer argument i of
-    the next call."""
+    """Returns the program with result `carried[i]` no longer argument i of the next call."""
     k = program.carried[i]
     ops: list[Op] = []
     last = []
@@ -158,8 +155,7 @@ def leaf_ops(program: Program) -> list[Op]:
 def strategies(
     program: Program, rules: Sequence[Rule], target: Target, pins: Pins
 ) -> list[tuple[Strategy, ...]]:
-    """Returns the strategies of each of `graph.leaves()`; `rules` belong to the leaf operations in
-    order."""
+    """Returns the strategies of each of `graph.leaves()`; `rules` are those of `leaf_ops`."""
     rule = iter(rules)
     found = []
     for op in program.graph.leaves():

@@ -452,7 +452,7 @@ def _numbers(values: np.ndarray) -> list:
 
 def _texts(body: dict, count: int) -> dict[str, list]:
     """Labels of nodes and usages and the strategies' texts, empty where the file has none."""
-    labels = body.get("labels", {})
+    labels = member({"labels": {}} | body, "labels", dict, "problem.")
     found = {
         "nodes": member({"nodes": [""] * count} | labels, "nodes", list, "problem.labels."),
         "usages": member({"usages": [""] * count} | labels, "usages", list, "problem.labels."),

@@ -271,7 +271,7 @@ class Core:
         elif len(neighbours) == 1:
             self.costs[neighbours[0]] = self.costs[neighbours[0]] + best
         else:
-            self._add_edge(*neighbours, best)
+            self._add_edge(neighbours[0], neighbours[1], best)
         self._remove(i, neighbours, table)
         self._count(f"degree{len(neighbours)}")
         return True

@@ -54,17 +54,26 @@ def flops(op: Op) -> float:
     return 0.0
 
 
-def seconds(op: Op, shards: np.ndarray, traffic_bytes: np.ndarray, chip: Chip) -> np.ndarray:
+def seconds(
+    op: Op,
+    shards: np.ndarray,
+    traffic_bytes: np.ndarray,
+    chip: Chip,
+    vector_ops: np.ndarray | float = 0.0,
+) -> np.ndarray:
     """Returns the seconds of one trip under each strategy.
 
     Args:
       shards: [S] devices that share the arithmetic, less what the matrix unit's tile wastes.
       traffic_bytes: [S] bytes read and written per device.
+      vector_ops: [S] elementwise operations per device.
     """
-    dtype = _matmul_dtype(op)
-    return np.maximum(
-        flops(op) / shards / chip.flops_for(dtype), traffic_bytes / chip.hbm_bytes_per_s
-    )
+    arithmetic = flops(op) / shards / chip.flops_for(_matmul_dtype(op))
+    memory = traffic_bytes / chip.hbm_bytes_per_s
+    found = np.maximum(arithmetic, memory)
+    if chip.vector_ops_per_s is None:
+        return found
+    return np.maximum(found, vector_ops / chip.vector_ops_per_s)
 
 
 def tile_use(op: Op, lhs: tuple[int, ...], rhs: tuple[int, ...], chip: Chip) -> float:
@@ -94,11 +103,18 @@ def reads(op: Op, fusion: Fusion) -> list[tuple[int, float]]:
     """Returns what the kernel of an operation reads from memory: (operand number, bytes of the
     whole value), one entry a pass; nothing where it is computed inside another kernel."""
     numbers = WINDOWED.get(op.primitive)
-    roots = fusion.roots.get(id(op), ())
+    kernel = fusion.kernels.get(id(op))
+    roots = kernel.roots if kernel else ()
     if numbers is None:
         return [(root.operand, root.size_bytes) for root in roots]
     sizes = [(root.operand, root.size_bytes) for root in roots]
     return [(k, size) for number in numbers for k, size in sizes if k == number]
+
+
+def vector_ops(op: Op, fusion: Fusion) -> tuple[tuple[int, float], ...]:
+    """Returns the elementwise operations in a kernel: (operand number, count on whole arrays)."""
+    kernel = fusion.kernels.get(id(op))
+    return kernel.vector_ops if kernel else ()
 
 
 def writes(op: Op, fusion: Fusion) -> list[int]:

@@ -4,6 +4,8 @@ Rules are cached for the process by what determines them: primitive, parameters 
 """
 
 import collections
+import os
+import sys
 import warnings
 from collections.abc import Hashable, Sequence
 
@@ -16,6 +18,7 @@ from autoshard.factors import Kind, Rule, parse_rule, replicated
 __all__ = ["Kind", "ReplicatedWarning", "Rule", "parse_rule", "replicated_rule", "rules_for"]
 
 _CACHE_SIZE = 8192
+_PACKAGE = os.path.dirname(__file__) + os.sep
 _cache: collections.OrderedDict[Hashable, Rule | None] = collections.OrderedDict()
 
 
@@ -79,8 +82,16 @@ def _warn(eqn: JaxprEqn) -> None:
         f"no sharding rule for primitive {eqn.primitive.name!r} at {shardy.source_line(eqn)}: "
         "it runs whole on every device",
         ReplicatedWarning,
-        stacklevel=3,
+        stacklevel=_levels_to_user(),
     )
+
+
+def _levels_to_user() -> int:
+    """Returns the stack level, seen from the caller, of the first frame outside this package."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, levels = frame.f_back, levels + 1
+    return levels
 
 
 def _shape(aval) -> tuple[int, ...]:

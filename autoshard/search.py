@@ -356,7 +356,7 @@ class Search:
 
 
 def spread_peaks(excess: np.ndarray, threshold: float, count: int) -> list[int]:
-    """Returns at most `count` places, apart, where `excess` is above the threshold, highest first."""
+    """Returns at most `count` places, apart, with `excess` above the threshold, highest first."""
     left = excess.copy()
     below = np.flatnonzero(excess <= threshold)
     found: list[int] = []

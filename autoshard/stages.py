@@ -1,5 +1,4 @@
-"""How long each stage of planning took, and a line that says so on a terminal while it takes
-long."""
+"""How long each stage of planning took, and a line on a terminal while it takes long."""
 
 import contextlib
 import sys
@@ -14,8 +13,7 @@ PATIENCE_S = 2.0  # planning shorter than this stays silent
 
 
 class Stages:
-    """Times named stages; on a terminal, shows the current one once planning has taken over
-    PATIENCE_S."""
+    """Times named stages; on a terminal, shows the current one after PATIENCE_S."""
 
     def __init__(self, title: str, show: bool | None = None):
         self.title = title

@@ -130,8 +130,7 @@ def _strategy(rule: Rule, mesh: MeshShape, factor_axes: tuple[Axes, ...]) -> Str
 
 
 def _project(dims, rule: Rule, mesh: MeshShape, factor_axes: tuple[Axes, ...]) -> Sharding | None:
-    """Returns the sharding of one array, or None if blocks of a merged dim would not be
-    contiguous."""
+    """Returns the sharding of one array, None if blocks of a merged dim are not contiguous."""
     sharded = []
     for factors in dims:
         axes: Axes = ()
@@ -153,8 +152,7 @@ def _shared(dims: tuple[Axes, ...]) -> Sharding:
 
 
 def _scatters(rule: Rule, mesh: MeshShape, strategy: Strategy) -> Iterator[Strategy]:
-    """Yields the variants that reduce-scatter some of the reduced axes onto dims of the one
-    result."""
+    """Yields the variants that scatter some of the reduced axes onto dims of the result."""
     if not strategy.reduced or len(strategy.results) != 1 or rule.reduction != "add":
         return
     (result,) = strategy.results

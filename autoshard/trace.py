@@ -1,5 +1,4 @@
-"""A function and its arguments -> a jaxpr -> a Graph, with argument paths, source lines and
-donation."""
+"""A function and its arguments -> a jaxpr -> a Graph, with paths, source lines, donation."""
 
 import contextlib
 import dataclasses
@@ -120,8 +119,7 @@ def auto_axes() -> contextlib.AbstractContextManager:
 
 
 def abstract_tree(tree: Any, name: str) -> Any:
-    """Replaces each array leaf by its ShapeDtypeStruct, so that no sharding of the argument
-    reaches the trace."""
+    """Replaces each array by its ShapeDtypeStruct: no sharding of it reaches the trace."""
 
     def abstract(path, leaf):
         try:

@@ -61,7 +61,9 @@ def test_a_chain_reads_and_writes_once():
 
 
 def test_seconds_is_the_larger_of_arithmetic_and_traffic():
-    (op,), _ = leaves(jnp.matmul, array(4096, 4096, dtype="bfloat16"), array(4096, 4096, dtype="bfloat16"))
+    (op,), _ = leaves(
+        jnp.matmul, array(4096, 4096, dtype="bfloat16"), array(4096, 4096, dtype="bfloat16")
+    )
     shards, traffic = np.array([1.0, 4.0, 4.0]), np.array([0.0, 0.0, 8.1e11])
     found = roofline.seconds(op, shards, traffic, V5E)
     flops = 2 * 4096**3 / 1.97e14
