@@ -39,8 +39,9 @@ class Scatter:
     summed: Axes
 
     def __str__(self) -> str:
-        dims = ", ".join(f"{','.join(axes)} onto dim {d}" for d, axes in enumerate(self.dims) if axes)
-        return f"reduce-scatter {dims}" + (f", all-reduce {','.join(self.summed)}" if self.summed else "")
+        onto = [f"{','.join(axes)} onto dim {d}" for d, axes in enumerate(self.dims) if axes]
+        summed = f", all-reduce {','.join(self.summed)}" if self.summed else ""
+        return f"reduce-scatter {', '.join(onto)}{summed}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +155,11 @@ class _Evaluation:
 
         specs = tuple(s.to_spec() for s in scatter.operands)
         run = jax.shard_map(
-            local, mesh=self.mesh, in_specs=specs, out_specs=scatter.result.to_spec(), check_vma=False
+            local,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=scatter.result.to_spec(),
+            check_vma=False,
         )
         return [run(*args)]
 
@@ -261,7 +266,7 @@ def _in_bounds(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """
     x, *starts = args
     for k, size in enumerate(eqn.params["slice_sizes"]):
-        dtype = eqn.invars[1 + k].aval.dtype
+        dtype = getattr(eqn.invars[1 + k].aval, "dtype", np.int32)
         low, high = np.zeros((), dtype), np.array(x.shape[k] - size, dtype)
         starts[k] = jax.lax.clamp(low, starts[k], high)
     return [x, *starts]

@@ -55,7 +55,7 @@ class Choices:
 
 
 # XLA packs its temporaries into one heap, with gaps; `memory_analysis` counts those gaps twice.
-HEAP_GAPS = 1.1
+HEAP_GAPS = 1.15
 
 
 def build(
@@ -143,7 +143,7 @@ class _Pricing:
         texts = self._texts.get(id(self.strategies[i]))
         if texts is None:
             texts = self._texts[id(self.strategies[i])] = tuple(map(str, self.strategies[i]))
-        return Node(op.trips * (self._compute_s(i) + self._collective_s(i)), op.path, texts)
+        return Node(op.trips * self._compute_s(i) + self._collective_s(i), op.path, texts)
 
     def _compute_s(self, i: int) -> np.ndarray:
         op, strategies = self.ops[i], self.strategies[i]
@@ -176,7 +176,8 @@ class _Pricing:
         total = np.zeros(len(strategies))
         for p, strategy in enumerate(strategies):
             if strategy.reduced:
-                total[p] = sum(
+                trips = reduction_trips(op, strategy, self.live)
+                total[p] = trips * sum(
                     seconds for _, _, _, seconds in reductions(op, strategy, self.topology)
                 )
         return total
@@ -246,7 +247,7 @@ class _Pricing:
                 kept = not next(inputs) and live.op.operands
                 size = size * 2 if kept else size  # the next state gets a buffer of its own
             elif live.op.kind is not Kind.OUTPUT:
-                size = size * HEAP_GAPS
+                size = np.ceil(size * HEAP_GAPS)
             found.append(Usage(i, live.start, live.end, size, live.value.name))
         for i in range(len(self.ops)):
             found += self._partial_usages(i)
@@ -263,7 +264,7 @@ class _Pricing:
         for k, value in enumerate(op.results):
             if not value.shape or not reduced.any():
                 continue
-            size = self.stored_bytes(i, "partial", k, value) * HEAP_GAPS
+            size = np.ceil(self.stored_bytes(i, "partial", k, value) * HEAP_GAPS)
             for which, stop in ((reduced & ~scattered, start + 1), (scattered, end)):
                 if which.any():
                     found.append(Usage(i, start, stop, size * which, f"{value.name}, partial"))
@@ -284,6 +285,11 @@ def stored_bytes(topology: Topology, value: Value, sharding: Sharding) -> float:
 @functools.lru_cache(maxsize=65536)
 def _reduction(kind: collectives.Kind, axes, size: float, topology: Topology) -> float:
     return float(collectives.seconds(kind, topology, axes, size))
+
+
+def reduction_trips(op: Op, strategy: Strategy, live: Liveness) -> int:
+    """Returns how often a strategy's partial sums are combined in a step."""
+    return op.trips if strategy.scattered else live.reduction_trips(op)
 
 
 def reductions(op: Op, strategy: Strategy, topology: Topology):
@@ -348,7 +354,7 @@ def _transients(choices: Choices, solution: Sequence[int]):
             size = stored_bytes(topology, value, want) * HEAP_GAPS
             if op.kind is Kind.INPUT and is_donated:
                 # What a collective makes cannot be written over an argument still being read.
-                yield 0, live.end, size, f"copy of {op.results[0].name}"
+                yield 0, live.end, size / HEAP_GAPS, f"copy of {op.results[0].name}"
             elif op.kind in (Kind.SLICE, Kind.ENTER):
                 start, end = live.spans[id(op)]
                 yield start, end, size, f"{value.name}, resharded"

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from autoshard.apply import Constraints, Scatter
-from autoshard.cost import Choices, reductions
+from autoshard.cost import Choices, reduction_trips, reductions
 from autoshard.graph import Kind, Op
 from autoshard.resharding import Step, table
 from autoshard.sharding import Axes, Sharding
@@ -98,10 +98,11 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
                     )
                 )  # fmt: skip
         strategy = choices.strategies[i][solution[i]]
+        trips = reduction_trips(op, strategy, choices.live)
         for kind, axes, size, seconds in reductions(op, strategy, choices.topology):
             found.append(
                 PlannedCollective(
-                    kind.value, axes, size, op.trips, seconds * op.trips,
+                    kind.value, axes, size, trips, seconds * trips,
                     op.results[0].name, op.source or op.path, "partial sums",
                 )
             )  # fmt: skip

@@ -41,10 +41,12 @@ ENDS = (Kind.STACK, Kind.OUTPUT, Kind.INPUT, Kind.CARRY)  # have buffers for wha
 ALIASES = (Kind.ENTER, Kind.EXIT, Kind.READ, Kind.JOIN)
 
 # Vector operations for an element; 1 where not listed. Of the TPU compiler's estimates for softmax.
-VECTOR_OPS = dict.fromkeys(
+SLOW = (
     "exp exp2 log log1p expm1 tanh logistic erf erfc erf_inv pow sqrt rsqrt cbrt sin cos tan div "
-    "atan2 rem".split(), 20.0
-) | dict.fromkeys("reshape squeeze expand_dims broadcast_in_dim slice iota copy".split(), 0.0)  # fmt: skip
+    "atan2 rem"
+)
+MOVES = "reshape squeeze expand_dims broadcast_in_dim slice iota copy"
+VECTOR_OPS: dict[str, float] = dict.fromkeys(SLOW.split(), 20.0) | dict.fromkeys(MOVES.split(), 0.0)
 MAX_WORK = 64  # operations that several readers would each repeat
 
 Readers = dict[int, list[tuple[Op, int]]]  # id of a value -> operations and operand numbers
@@ -101,7 +103,7 @@ def readers_of(ops: tuple[Op, ...]) -> Readers:
 
 def fusion(ops: tuple[Op, ...], readers: Readers) -> Fusion:
     """Returns how the values of `ops`, leaves and borders in execution order, come to be."""
-    analysis = _Analysis(readers)
+    analysis = _Analysis(ops, readers)
     for op in ops:
         analysis.visit(op)
     kernels = {id(op): analysis.kernel(op) for op in ops if op.kind is Kind.LEAF}
@@ -126,8 +128,11 @@ def final_readers(value: Value, readers: Readers) -> list[Op]:
 
 
 class _Analysis:
-    def __init__(self, readers: Readers):
+    def __init__(self, ops: tuple[Op, ...], readers: Readers):
         self.readers = readers
+        self.order = {id(op): t for t, op in enumerate(ops)}
+        self.inside: set[int] = set()  # between a matmul and where its readers run together
+        self.origin: dict[int, int] = {}  # id of a pending value -> of the matmul's result
         self.stored: set[int] = set()
         self.written: set[int] = set()
         self.resident: set[int] = set()  # outlives every reader
@@ -172,6 +177,7 @@ class _Analysis:
             elif id(source) in self.pending:
                 self.pending.add(id(value))
                 self.chain[id(value)] = (*self.chain[id(source)], value)
+                self.origin[id(value)] = self.origin[id(source)]
 
     def _write(self, value: Value) -> None:
         self.stored.add(id(value))
@@ -188,11 +194,12 @@ class _Analysis:
         self._part(op)
         if any(not _takes(r, value) for r in found):
             self._write(value)
+        elif id(value) in self.inside:
+            self._carry(op, value)
         elif op.primitive in MATMULS or any(self._is_pending(v) for v in op.operands):
+            self._carry(op, value)
             self.chain[id(value)] = self._chain(op, value)
-            if len(found) == 1 and _joins(found[0]):
-                self.pending.add(id(value))
-            else:
+            if not (len(found) == 1 and _joins(found[0])) and not self._rejoins(value):
                 self._keep(value)
         elif len(found) > 1 and (self._is_narrower(op) or self._is_costly(value, found)):
             self._write(value)
@@ -207,9 +214,44 @@ class _Analysis:
         """Returns how many operations it takes to compute a result of `op` from stored values."""
         return 1 + sum(self.work.get(id(v), 0) for v in op.operands if v is not None)
 
+    def _carry(self, op: Op, value: Value) -> None:
+        """Marks a result as still on its way, and notes which matmul it comes from."""
+        self.pending.add(id(value))
+        self.chain.setdefault(id(value), (value,))
+        sources = [v for v in op.operands if self._is_pending(v)]
+        self.origin[id(value)] = self.origin[id(sources[-1])] if sources else id(value)
+
+    def _rejoins(self, value: Value) -> bool:
+        """Whether all that is computed from a value runs together again in one elementwise result.
+
+        Then one kernel computes it, and only that result may need a buffer.
+        """
+        left = {id(value): final_readers(value, self.readers)}
+        inside: list[int] = []
+        for _ in range(MAX_WORK):
+            ahead = [r for readers in left.values() for r in readers]
+            if not ahead or not all(_joins(r) and r.kind is Kind.LEAF for r in ahead):
+                return False
+            if any(len(r.results) > 1 for r in ahead):
+                return False
+            reader = min(ahead, key=lambda r: self.order[id(r)])
+            for source, readers in list(left.items()):
+                left[source] = [r for r in readers if r is not reader]
+                if not left[source]:
+                    del left[source]
+            (result,) = reader.results
+            if not left:
+                self.inside |= set(inside)
+                return True
+            inside.append(id(result))
+            left[id(result)] = final_readers(result, self.readers)
+        return False
+
     def _part(self, op: Op) -> None:
         """Writes all but the last of several matmuls that an operation would join."""
-        pending = {id(v): v for v in op.operands if v is not None and id(v) in self.pending}
+        pending = {
+            self.origin[id(v)]: v for v in op.operands if v is not None and self._is_pending(v)
+        }
         for value in list(pending.values())[:-1]:
             self._keep(value)
 

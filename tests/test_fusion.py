@@ -38,6 +38,10 @@ def gated(y):
     return jnp.sin(y) * y
 
 
+def both(y, v):
+    return jnp.sin(y) @ v, jnp.cos(y) @ v
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "expected"),
     [
@@ -46,8 +50,10 @@ def gated(y):
         # A matmul with one elementwise reader is written as that reader's result.
         (lambda x, w: jnp.sin(x @ w), (X, W), []),
         (lambda x, w, v: jnp.sin(x @ w) @ v, (X, W, V), ["sin"]),
-        # Several readers of a matmul: it is written, and what they compute is not.
-        (lambda x, w, v: gated(x @ w) @ v, (X, W, V), ["dot_general"]),
+        # Several readers that end in one result are one kernel with the matmul.
+        (lambda x, w, v: gated(x @ w) @ v, (X, W, V), ["mul"]),
+        # Several readers that do not: it is written, and what they compute is not.
+        (lambda x, w, v: both(x @ w, v), (X, W, V), ["dot_general"]),
         # A kernel holds one matmul.
         (lambda x, w: (x @ w) * (jnp.sin(x) @ w), (X, W), ["dot_general"]),
         (lambda x: jnp.exp(x - jnp.max(x)), (X,), ["reduce_max"]),
@@ -93,5 +99,6 @@ def test_the_new_state_is_computed_by_one_pass():
         return {"m": m, "w": state["w"] - m}
 
     ops, found = analyse(step, {"m": X, "w": X}, X)
-    read = [r.value.name for op in ops for r in (found.kernels[id(op)].roots if id(op) in found.kernels else ())]
+    kernels = [found.kernels[id(op)] for op in ops if id(op) in found.kernels]
+    read = [root.value.name for kernel in kernels for root in kernel.roots]
     assert sorted(read) == ["g", "state['m']", "state['w']"]

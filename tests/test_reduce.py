@@ -94,6 +94,7 @@ def test_core_agrees_with_the_problem():
             if cost < math.inf:
                 assert problem.objective_s(choices) == pytest.approx(cost, rel=1e-12)
                 limit = problem.usage_limit_bytes
+                assert limit is not None
                 assert (problem.peak_bytes(choices) <= limit) == fits_in_core(core, x)
                 seen += 1
     assert seen > 200

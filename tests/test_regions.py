@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.rules import ReplicatedWarning
-from tests.plans import assert_same, check_random_plans, mesh_of, on_one_device
+from tests.plans import assert_same, check_random_plans, mesh_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 16)).astype(np.float32)
@@ -28,7 +28,7 @@ def explicit_mesh() -> Mesh:
 
 
 def manual(mesh: Mesh | AbstractMesh | None):
-    """Returns a program whose middle is written by hand over the axes of `mesh`, or the context's."""
+    """Returns a program whose middle is written by hand over a mesh, None for the context's."""
 
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P("a", "b"), P("b", None)), out_specs=P("a", None)
@@ -77,9 +77,7 @@ def test_shard_map_in_a_scan():
     def run(x, w):
         return lax.scan(lambda c, _: (fn(c, w), None), x, None, length=2)[0]
 
-    check_random_plans(
-        run, (X, W), mesh="4x2", reference=lambda x, w: whole(whole(x, w), w)
-    )
+    check_random_plans(run, (X, W), mesh="4x2", reference=lambda x, w: whole(whole(x, w), w))
 
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("b", "a")), P("b"), P()])
@@ -153,9 +151,9 @@ def pallas_double(x):
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...] * 2.0
 
-    return pl.pallas_call(
-        kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
-    )(x)
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(
+        x
+    )
 
 
 def test_pallas_is_whole_and_named_once():
@@ -214,7 +212,9 @@ def test_ordered_effects_in_a_loop():
 
     def fn(x, w):
         def body(k, x):
-            io_callback(lambda k, s: seen.append((int(k), float(s))), None, k, jnp.sum(x), ordered=True)
+            io_callback(
+                lambda k, s: seen.append((int(k), float(s))), None, k, jnp.sum(x), ordered=True
+            )
             return jnp.tanh(x @ w)
 
         return lax.fori_loop(0, 3, body, x)

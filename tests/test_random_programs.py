@@ -1,0 +1,93 @@
+"""Random programs under their best plan and under random ones compute what one device computes."""
+
+import random
+from typing import Any
+
+import hypothesis
+import jax.numpy as jnp
+import pytest
+from hypothesis import strategies as st
+from jax import lax
+
+import autoshard
+from tests.plans import assert_same, check_random_plans, mesh_of, on_one_device, run
+from tests.random_programs import differentiated, random_program
+
+TOLERANCE = 3e-5
+SEEDS = st.integers(0, 2**30)
+
+
+def check(rng: random.Random, plans: str) -> None:
+    gradient = rng.random() < 0.25
+    program = random_program(rng, 30, gradient)
+    fn = differentiated(program) if gradient else program
+    args, seed = program.arguments(), rng.randrange(2**20)
+    try:
+        if plans == "random":
+            check_random_plans(fn, args, [seed], tolerance=TOLERANCE)
+        else:
+            mesh = mesh_of(("4x2", "8")[seed % 2])
+            planned: Any = autoshard.plan(fn, *args, mesh=mesh).jit(fn)
+            assert_same(run(planned, args), on_one_device(fn, args), TOLERANCE)
+    except Exception as e:
+        e.add_note(f"gradient: {gradient}\n{program}")
+        raise
+
+
+def many(count: int):
+    """Draws `count` programs, the same in every run; a failure is not shrunk, which takes hours."""
+    return hypothesis.settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+
+
+@many(25)
+@hypothesis.given(SEEDS)
+def test_random_plans(seed):
+    check(random.Random(seed), "random")
+
+
+@many(12)
+@hypothesis.given(SEEDS)
+def test_best_plans(seed):
+    check(random.Random(seed), "best")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_500_programs(part):
+    """The 500 that every change must pass, in ten parts."""
+    for k in range(50):
+        check(random.Random(1000 + 50 * part + k), ("random", "random", "best")[k % 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(50))
+def test_5000_programs(part):
+    for k in range(100):
+        check(random.Random(100_000 + 100 * part + k), ("random", "random", "best")[k % 3])
+
+
+def test_programs_hold_what_they_should():
+    """All kinds of operations are drawn, nested ones too."""
+    texts = " ".join(str(random_program(random.Random(k))) for k in range(60))
+    for word in ("dot(", "scan{", "cond{", "checkpoint{", "grad{", "take", "scatter_add", "sort("):
+        assert word in texts, word
+    assert max(len(random_program(random.Random(k)).steps) for k in range(20)) > 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "run"),
+    [
+        ((8, 0), lambda x: jnp.sum(jnp.abs(x) * 2.0, 1)),
+        ((0, 8), lambda x: (x @ x.T, jnp.sum(x, 0), lax.cumsum(x, 1))),
+    ],
+)
+def test_empty_arrays_are_never_split(shape, run):
+    """Random programs found factors of size 0 split over every axis."""
+    check_random_plans(run, (jnp.ones(shape),), range(6))
