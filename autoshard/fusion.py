@@ -46,7 +46,8 @@ SLOW = (
     "atan2 rem"
 )
 MOVES = "reshape squeeze expand_dims broadcast_in_dim slice iota copy"
-VECTOR_OPS: dict[str, float] = dict.fromkeys(SLOW.split(), 20.0) | dict.fromkeys(MOVES.split(), 0.0)
+VECTOR_OPS: dict[str, float] = {str(name): 20.0 for name in SLOW.split()}
+VECTOR_OPS |= {str(name): 0.0 for name in MOVES.split()}
 MAX_WORK = 64  # operations that several readers would each repeat
 
 Readers = dict[int, list[tuple[Op, int]]]  # id of a value -> operations and operand numbers

@@ -14,6 +14,7 @@ is left into choices of the whole problem. The steps, by the names that `Core.re
 """
 
 import collections
+import copy
 import math
 from collections.abc import Callable
 
@@ -79,6 +80,17 @@ class Core:
     def nodes(self) -> list[int]:
         """The nodes left, ascending."""
         return [i for i, here in enumerate(self._here) if here]
+
+    def copy(self) -> "Core":
+        """Returns a core that can be changed on its own."""
+        other = copy.copy(self)
+        other.costs, other.kept, other._here = list(self.costs), list(self.kept), list(self._here)
+        other.edges = [dict(near) for near in self.edges]
+        other.usages = [dict(spans) for spans in self.usages]
+        other.room_bytes, other.removed = self.room_bytes.copy(), dict(self.removed)
+        other._undo, other._queue = list(self._undo), self._queue.copy()
+        other._queued = list(self._queued)
+        return other
 
     def expand(self, choices: dict[int, int]) -> tuple[int, ...]:
         """Returns choices of the whole problem from indices into what is left of each node left."""

@@ -145,12 +145,7 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def improve(
-    flat: Flat,
-    costs: list[np.ndarray],
-    x: np.ndarray,
-    free: np.ndarray,
-    rank: np.ndarray,
-    max_table: int = MAX_TABLE,
+    flat: Flat, costs: list[np.ndarray], x: np.ndarray, free: np.ndarray, rank: np.ndarray
 ) -> np.ndarray:
     """Returns the best choices among those that agree with x [N] outside a subset of `free`.
 
@@ -159,20 +154,23 @@ def improve(
       costs: node costs [S] of each node, prices included.
       x: choices [N].
       free: nodes that may change.
-      rank: [N]; where elimination is stuck the node of highest rank, by number of free neighbours
-        first, keeps its choice.
-      max_table: entries of the largest table.
+      rank: [N]; where elimination is stuck the node of highest rank keeps its choice.
     """
-    return _Elimination(flat, costs, x, free, rank, max_table).run()
+    return Elimination(flat, costs, x, free).run(rank)
 
 
-class _Elimination:
-    """One run of `improve`."""
+class Elimination:
+    """Nodes taken out one by one, each answering its neighbours by its best strategy.
 
-    def __init__(self, flat, costs, x, free, rank, max_table):
+    Attributes:
+      costs: [S_i] of each node i left.
+      edges: `edges[i][j]` [S_i, S_j] of the nodes left.
+      constant: cost of what is decided whatever the nodes left choose.
+    """
+
+    def __init__(self, flat: Flat, costs: list[np.ndarray], x: np.ndarray, free: np.ndarray):
         self.x = x.copy()
-        self.rank = rank
-        self.max_table = max_table
+        self.constant = 0.0
         is_free = np.zeros(len(x), bool)
         is_free[free] = True
         inside = is_free.tolist()
@@ -188,19 +186,14 @@ class _Elimination:
                     cost = cost + m[:, choice[j]]
             self.costs[i] = cost
             self.edges[i] = near
-        self.stack: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+        self._stack: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+        self._queue = [i for i, near in self.edges.items() if len(near) <= 2]
 
-    def run(self) -> np.ndarray:
-        queue = [i for i, near in self.edges.items() if len(near) <= 2]
-        waiting = sorted(
-            (i for i in self.edges if len(self.edges[i]) > 2), key=lambda i: self.rank[i]
-        )
-        self.queue = queue
+    def run(self, rank: np.ndarray) -> np.ndarray:
+        """Eliminates all nodes, fixing the one left of highest rank [N] whenever stuck."""
+        waiting = sorted((i for i in self.edges if len(self.edges[i]) > 2), key=lambda i: rank[i])
         while True:
-            while queue:
-                i = queue.pop()
-                if i in self.edges and len(self.edges[i]) <= 2:
-                    self._eliminate(i)
+            self.eliminate()
             while waiting and waiting[-1] not in self.edges:
                 waiting.pop()
             if not waiting:
@@ -208,25 +201,41 @@ class _Elimination:
             self._fix(waiting.pop())
         for i in list(self.edges):
             self._fix(i)
-        for i, keys, table in reversed(self.stack):
-            self.x[i] = table[tuple(self.x[j] for j in keys)]
-        return self.x
+        return self.complete({})
+
+    def eliminate(self) -> None:
+        """Takes out nodes with at most two neighbours until none is left."""
+        while self._queue:
+            i = self._queue.pop()
+            if i in self.edges and len(self.edges[i]) <= 2:
+                self._eliminate(i)
+
+    def complete(self, left: dict[int, int]) -> np.ndarray:
+        """Returns choices [N] from those of the nodes left."""
+        x = self.x.tolist()
+        for i, p in left.items():
+            x[i] = p
+        for i, keys, table in reversed(self._stack):
+            x[i] = int(table[tuple(x[j] for j in keys)])
+        return np.array(x, np.int64)
 
     def _fix(self, i: int) -> None:
         p = self.x[i]
+        self.constant += float(self.costs.pop(i)[p])
         for j, m in self.edges.pop(i).items():
             self.costs[j] = self.costs[j] + m[p]
             near = self.edges[j]
             del near[i]
             if len(near) <= 2:
-                self.queue.append(j)
+                self._queue.append(j)
 
     def _eliminate(self, i: int) -> None:
         near = self.edges[i]
         cost = self.costs[i]
         if not near:
-            del self.edges[i]
+            del self.edges[i], self.costs[i]
             self.x[i] = int(np.argmin(cost))
+            self.constant += float(cost[self.x[i]])
             return
         if len(near) == 1:
             ((j, m),) = near.items()
@@ -235,17 +244,17 @@ class _Elimination:
             keys: tuple[int, ...] = (j,)
         else:
             (j, m), (k, n) = near.items()
-            if m.size * n.shape[1] > self.max_table:
+            if m.size * n.shape[1] > MAX_TABLE:
                 return
             total = (cost[:, None] + m)[:, :, None] + n[:, None, :]
             self._connect(j, k, total.min(axis=0))
             keys = (j, k)
-        self.stack.append((i, keys, total.argmin(axis=0)))
-        del self.edges[i]
+        self._stack.append((i, keys, total.argmin(axis=0)))
+        del self.edges[i], self.costs[i]
         for j in keys:
             del self.edges[j][i]
             if len(self.edges[j]) <= 2:
-                self.queue.append(j)
+                self._queue.append(j)
 
     def _connect(self, j: int, k: int, costs: np.ndarray) -> None:
         old = self.edges[j].get(k)

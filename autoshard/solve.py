@@ -15,7 +15,6 @@ choices together rule out strategies, which shrinks the core further. What is le
 enough, goes to the relaxation, whose reduced costs rule out more, and to the integer program.
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -24,7 +23,10 @@ from typing import Any
 import numpy as np
 
 from autoshard.bound import Program, Relaxed
+from autoshard.clock import Clock
 from autoshard.dual import Dual
+from autoshard.kernel import solve_kernel
+from autoshard.peak import smallest_peak as smallest_peak
 from autoshard.prices import Prices
 from autoshard.problem import ShardingProblem, Solution, Status
 from autoshard.reduce import Core, Infeasible
@@ -35,6 +37,9 @@ ROUNDS = 60  # of messages and pruning
 SWEEPS = (2, 3, 5)  # in the first rounds and in all later ones
 POLISH = 300  # regions searched at the end
 PRICE_STEPS = 60
+PRICE_PATIENCE = 6  # steps that may pass without lowering the highest point
+KERNELS = 3
+KERNEL_NODES = 2_000  # of the search tree
 PROGRAM_PAIRS = 700_000  # edge pairs and edge rows up to which the engine solves the programs
 PROGRAM_ROWS = 40_000
 
@@ -70,37 +75,13 @@ def solve(
     return run.solution()
 
 
-def smallest_peak(problem: ShardingProblem, *, time_limit_s: float = 30.0) -> Solution:
-    """Returns choices of the least peak usage found, whatever they cost and whatever the limit.
-
-    The bound is that of the cost, -inf; `stats["peak_bound_bytes"]` is the bound of the peak.
-    """
-    return _smallest_peak(problem, time_limit_s)
-
-
-class _Clock:
-    """A time limit that remembers whether it struck."""
-
-    def __init__(self, limit_s: float):
-        self.start = time.monotonic()
-        self.limit_s = limit_s
-        self.struck = False
-
-    def left_s(self) -> float:
-        return self.limit_s - (time.monotonic() - self.start)
-
-    def expired(self) -> bool:
-        self.struck = self.struck or self.left_s() <= 0
-        return self.struck
-
-
 class _Run:
     """One solve: the core, the best choices of the whole problem, and the bound."""
 
     def __init__(self, problem: ShardingProblem, time_limit_s: float, deterministic: bool):
         self.problem = problem
         self.deterministic = deterministic
-        self.clock = _Clock(time_limit_s)
+        self.clock = Clock(time_limit_s)
         self.stats: dict[str, Any] = {}
         self.best: tuple[int, ...] | None = None
         self.objective = math.inf
@@ -135,6 +116,7 @@ class _Run:
 
     def _flatten(self) -> None:
         self.flat = Flat.of(self.core)
+        self._seen = np.zeros(len(self.flat.costs), bool)  # strategies that the search came across
         self.stats["removed"] = dict(self.core.removed)
         self.stats["core_nodes"] = len(self.flat.sizes)
         self.stats["core_pairs"] = len(self.flat.edge_costs)
@@ -148,7 +130,7 @@ class _Run:
         """Messages, pruning and prices until they gain little; then the programs."""
         search = self.stage("search", self._start)
         dual = self._dual(search, None)
-        price_steps = PRICE_STEPS
+        price_steps, kernels = PRICE_STEPS, KERNELS
         for k in range(ROUNDS):
             before = dual.last_bound
             self.stage("messages", self._pass_messages, dual, search, SWEEPS[min(k, 2)])
@@ -164,7 +146,10 @@ class _Run:
             if gained > min(5e-3 * abs(self.bound), 0.1 * left):
                 continue
             if not price_steps:
-                break
+                if not kernels or not self.stage("kernel", self._kernel, dual, search):
+                    break
+                kernels -= 1
+                continue
             self.stage("prices", self._set_prices, dual, search, price_steps)
             price_steps = 0
         self._finish(search)
@@ -226,10 +211,8 @@ class _Run:
 
     def _dual(self, search: Search, old: Dual | None) -> Dual:
         dual = Dual(self.flat, search.prices)
-        names = dual.names(self.core)
         if old is not None:
-            dual.inherit(old, self._message_names, names)
-        self._message_names = names
+            dual.inherit(old, self._old_kept, self.core)
         return dual
 
     def _pass_messages(self, dual: Dual, search: Search, sweeps: int) -> None:
@@ -253,6 +236,7 @@ class _Run:
         x = improve(self.flat, costs, x, every, search.rank(self._decoded))
         self._decoded += 1
         search.offer(x)
+        self._seen[self.flat.start[:-1] + x] = True
         return x
 
     def _set_prices(self, dual: Dual, search: Search, steps: int) -> None:
@@ -263,12 +247,15 @@ class _Run:
         limit = self.problem.usage_limit_bytes or 1.0
         prices = Prices(flat, limit, self._scale(search.x), dual.prices)
         best_prices, highest = dual.prices, -math.inf
+        height, idle = math.inf, 0
         for _ in range(steps):
-            if self.clock.expired():
+            if self.clock.expired() or idle > PRICE_PATIENCE:
                 break
             prices.learn(search.x)
-            height = prices.move()
-            dual.reprice(prices.values)
+            before, height = height, prices.move()
+            idle = idle + 1 if height > before - 1e-6 * abs(before) else 0
+            if not np.array_equal(prices.values, dual.prices):
+                dual.reprice(prices.values)
             self._sweep(dual)
             found = [self._decode(dual, search, x) for x in (search.x, dual.decode())]
             search.x = min(found, key=prices.lagrangian)
@@ -277,26 +264,50 @@ class _Run:
             if height - highest < 1e-3 * abs(height):
                 break
         dual.reprice(best_prices)
+        for factor in (0.8, 0.9, 1.1, 1.2, 1.4, 2.0):
+            costs = flat.split(flat.priced(dual.prices * factor))
+            search.x = improve(flat, costs, search.x, np.arange(len(search.x)), search.rank(0))
+            search.offer(search.x)
+            self._seen[flat.start[:-1] + search.x] = True
         search.prices = dual.prices.copy()
         if search.best is None:
             search.fit(20)
             search.prices = dual.prices.copy()
-        search.polish(20)
+        search.polish(60)
         self._take(search)
+
+    def _kernel(self, dual: Dual, search: Search) -> bool:
+        """Solves exactly over the strategies that the search came across; returns whether it gained."""
+        flat = self.flat
+        if self.objective - self.bound < 1e-4 * abs(self.bound):
+            return False
+        keep = self._seen.copy()
+        if search.best is not None:
+            keep[flat.start[:-1] + search.best] = True
+        if not keep.any():
+            return False
+        limit = self.problem.usage_limit_bytes or 1.0
+        parts = dict(zip(flat.names.tolist(), flat.split(keep), strict=True))
+        before = self.objective
+        for choices in solve_kernel(self.core, parts, self.best, limit, self.clock, KERNEL_NODES):
+            if self.offer(choices):
+                search.offer(flat.restart(self.core, choices))
+        return self.objective < before
 
     def _prune_nodes(self, dual: Dual) -> bool:
         """Removes strategies that the messages rule out, if they are many."""
         limit = self.objective - self.core.constant_s
         limit += 1e-9 * abs(self.objective)
         hopeless = dual.excess + dual.excess_bound > limit
-        if hopeless.mean() < 0.1:
+        held = sum(len(belief) for belief in dual.messages.beliefs.values())
+        if np.count_nonzero(hopeless) < 0.05 * held:
             return False
         self._remove(hopeless)
         return True
 
     def _remove(self, hopeless: np.ndarray) -> None:
         names = self.flat.names.tolist()
-        self._old_rows = self.core.row_names
+        self._old_rows, self._old_kept = self.core.row_names, list(self.core.kept)
         for i, out in zip(names, self.flat.split(hopeless), strict=True):
             if out.any():
                 self.core.restrict(i, ~out)
@@ -408,69 +419,3 @@ class _Run:
 def _trivial_bound(problem: ShardingProblem) -> float:
     least = [node.costs_s.min() for node in problem.nodes]
     return math.fsum(least + [edge.costs_s.min() for edge in problem.edges])
-
-
-def _smallest_peak(problem: ShardingProblem, time_limit_s: float) -> Solution:
-    """Row weights by multiplicative updates find a low peak, the integer program the lowest."""
-    clock = _Clock(time_limit_s)
-    most = math.fsum(u.bytes.max() for u in problem.usages) + 1.0
-    bare = _without_costs(problem, most)
-    try:
-        core = Core(bare, every_row=True)
-        core.reduce(clock.expired)
-    except Infeasible:
-        return Solution((), math.inf, math.inf, Status.INFEASIBLE, math.nan)
-    flat = Flat.of(core)
-    best, growth = _level(flat, clock)
-    bound, proven = -math.inf, not len(flat.sizes)
-    if not proven and len(flat.edge_costs) <= PROGRAM_PAIRS and not clock.expired():
-        size = most + growth if math.isfinite(growth) else most
-        program = Program(flat, size, max(size, 1.0), minimise_peak=True)
-        answer = program.solve(clock.left_s(), 2_000, 1e-6)
-        if answer.infeasible:
-            return Solution((), math.inf, math.inf, Status.INFEASIBLE, math.nan)
-        bound, proven = answer.bound, answer.proven
-        if answer.choices is not None and not flat.excess(answer.choices) > growth:
-            best = answer.choices
-    choices = flat.expand(core, best)
-    objective = problem.objective_s(choices)
-    peak = problem.peak_bytes(choices)
-    stats = {"peak_bound_bytes": peak if proven else max(0.0, most + bound)}
-    stats["time_limit_struck"] = clock.expired()
-    if objective == math.inf:  # every way out of the forbidden pairs was missed
-        return Solution((), math.inf, -math.inf, Status.UNKNOWN, math.nan, stats)
-    status = Status.OPTIMAL if proven else Status.FEASIBLE
-    return Solution(choices, objective, -math.inf, status, peak, stats)
-
-
-def _without_costs(problem: ShardingProblem, limit_bytes: float) -> ShardingProblem:
-    """The same choices, forbidden pairs and usages, all costs 0."""
-    nodes = [dataclasses.replace(n, costs_s=np.zeros(len(n.costs_s))) for n in problem.nodes]
-    edges = [
-        dataclasses.replace(e, costs_s=np.where(np.isinf(e.costs_s), np.inf, 0.0))
-        for e in problem.edges
-    ]
-    return dataclasses.replace(
-        problem, nodes=tuple(nodes), edges=tuple(edges), usage_limit_bytes=limit_bytes
-    )
-
-
-def _level(flat: Flat, clock: _Clock) -> tuple[np.ndarray, float]:
-    """Returns choices of low peak and by how much they exceed the rooms (negative: stay below)."""
-    x = np.zeros(len(flat.sizes), np.int64)
-    rng = np.random.default_rng(0)
-    best, least = x, math.inf
-    weights = np.ones(len(flat.room_bytes))
-    for _ in range(40):
-        if clock.expired() or not len(x):
-            break
-        costs = flat.split(flat.priced(weights / max(weights.sum(), 1e-30)))
-        x = improve(flat, costs, x, np.arange(len(x)), rng.random(len(x)))
-        over = flat.used(x) - flat.room_bytes
-        peak = float(over.max(initial=-math.inf))
-        if math.isfinite(flat.objective(x)) and peak < least:
-            best, least = x, peak
-        if len(over):
-            spread = max(float(np.ptp(over)), 1e-30)
-            weights = weights * 0.9 + np.exp(8 * (over - peak) / spread)
-    return best, least

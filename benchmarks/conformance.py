@@ -190,15 +190,16 @@ def compile_once(p: Prepared, plan: Plan, cache: pathlib.Path) -> dict[str, Any]
     path = cache / f"{hashlib.sha256(repr(emitted).encode()).hexdigest()[:24]}.json"
     if path.exists():
         return json.loads(path.read_text())
+    mesh = aot.mesh(p.case.target, plan.mesh)
     try:
-        compiled = plan.jit(p.fn, p.target.devices).lower(*p.args).compile()
+        compiled = plan.jit(p.fn, mesh).lower(*p.args).compile()
         stats = compiled.memory_analysis()
         names = ("argument", "output", "alias", "temp")
         memory = {f"{n}_bytes": getattr(stats, f"{n}_size_in_bytes") for n in names}
         found = {
             "text": compiled.as_text(),
             "memory": memory,
-            "positions": inspect.positions(compiled, p.target.devices),
+            "positions": inspect.positions(compiled, mesh),
         }
     except jax.errors.JaxRuntimeError as e:
         found = {"refused": str(e).splitlines()[0][:300]}

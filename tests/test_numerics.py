@@ -67,7 +67,7 @@ def cases():
                 yield pytest.param(name, form, mesh, marks=marks, id=f"{name}-{form}-{mesh}")
 
 
-@pytest.mark.parametrize(("name", "form", "mesh"), cases())
+@pytest.mark.parametrize(("name", "form", "mesh"), list(cases()))
 def test_training_agrees_with_one_device(name, form, mesh, runs):
     model = MODELS[name]
     sizes = dataclasses.replace(model.SIZES["tiny"], scan="scanned" in form, remat="remat" in form)

@@ -5,6 +5,7 @@ from typing import Any
 
 import hypothesis
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from jax import lax
@@ -91,3 +92,15 @@ def test_programs_hold_what_they_should():
 def test_empty_arrays_are_never_split(shape, run):
     """Random programs found factors of size 0 split over every axis."""
     check_random_plans(run, (jnp.ones(shape),), range(6))
+
+
+def test_batched_contractions_scatter_right():
+    """Asked for by constraints alone, XLA 0.10.2 sums some of these over the wrong devices."""
+
+    def fn(x, y):
+        z = jnp.einsum("bik,bkj->bij", x, y)
+        return z, jnp.sum(x, 2), jnp.einsum("bik,bik->bi", x, x)
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 8, 8, 8)).astype(np.float32)
+    check_random_plans(fn, (x, y), range(12), mesh="2x2x2")
