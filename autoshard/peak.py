@@ -17,8 +17,8 @@ PROGRAM_PAIRS = 400_000  # edge pairs up to which the engine is asked for the le
 def smallest_peak(problem: ShardingProblem, *, time_limit_s: float = 30.0) -> Solution:
     """Returns choices of the least peak usage found, whatever they cost and whatever the limit.
 
-    Row weights by multiplicative updates find a low peak, the integer program the lowest. The bound is
-    that of the cost, -inf; `stats["peak_bound_bytes"]` is the bound of the peak.
+    Row weights by multiplicative updates find a low peak, the integer program the lowest. The bound
+    is that of the cost, -inf; `stats["peak_bound_bytes"]` is the bound of the peak.
     """
     clock = Clock(time_limit_s)
     most = math.fsum(u.bytes.max() for u in problem.usages) + 1.0

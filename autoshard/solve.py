@@ -40,7 +40,8 @@ PRICE_STEPS = 60
 PRICE_PATIENCE = 6  # steps that may pass without lowering the highest point
 KERNELS = 3
 KERNEL_NODES = 2_000  # of the search tree
-PROGRAM_PAIRS = 700_000  # edge pairs and edge rows up to which the engine solves the programs
+PROGRAM_PAIRS = 150_000  # edge pairs and edge rows up to which the engine solves the programs
+PATIENT_PAIRS = 700_000  # the same where there is time to wait
 PROGRAM_ROWS = 40_000
 
 
@@ -138,8 +139,6 @@ class _Run:
                 return
             if self.best is not None and self.stage("prune", self._prune_nodes, dual):
                 search, dual = self._restart(search, dual)
-                if dual.prices.any():
-                    price_steps = max(price_steps, PRICE_STEPS // 4)
                 continue
             gained = dual.last_bound - before
             left = self.objective - self.bound if self.best is not None else math.inf
@@ -174,7 +173,8 @@ class _Run:
     def _is_small(self) -> bool:
         flat = self.flat
         rows = int((flat.sizes[flat.edge_a] + flat.sizes[flat.edge_b]).sum())
-        return len(flat.edge_costs) <= PROGRAM_PAIRS and rows <= PROGRAM_ROWS
+        pairs = PROGRAM_PAIRS if self.deterministic else PATIENT_PAIRS
+        return len(flat.edge_costs) <= pairs and rows <= PROGRAM_ROWS
 
     def _done(self) -> bool:
         return self._proven() or self.clock.expired()
@@ -277,7 +277,7 @@ class _Run:
         self._take(search)
 
     def _kernel(self, dual: Dual, search: Search) -> bool:
-        """Solves exactly over the strategies that the search came across; returns whether it gained."""
+        """Solves exactly over strategies that the search came across; returns whether it gained."""
         flat = self.flat
         if self.objective - self.bound < 1e-4 * abs(self.bound):
             return False
@@ -342,7 +342,7 @@ class _Run:
         scale = self._scale(search.x)
         while True:
             program = Program(self.flat, scale, self.problem.usage_limit_bytes or 1.0)
-            relaxed = program.relax(self.clock.left_s())
+            relaxed = program.relax(self.clock.left_s() / (1 if self.deterministic else 2))
             if relaxed is None:
                 return None
             if relaxed.objective == math.inf:

@@ -76,7 +76,7 @@ def _numbers(x):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param(n, m, marks=() if QUICK_MESH.get(n, "8") == m else pytest.mark.slow)
+        pytest.param(n, m, marks=() if QUICK_MESH.get(n, "8") == m else pytest.mark.nightly)
         for n in FAMILIES
         for m in MESHES
     ],
@@ -98,7 +98,7 @@ def test_three_steps_equal_one_device(name, mesh):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_step_under_a_random_plan(name, seed):
@@ -108,7 +108,7 @@ def test_one_step_under_a_random_plan(name, seed):
     assert_close(run(planned, args), wanted, 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_compiles_ahead_of_time(name, target):

@@ -59,7 +59,7 @@ def test_best_plans(seed):
     check(random.Random(seed), "best")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(10))
 def test_500_programs(part):
     """The 500 that every change must pass, in ten parts."""
@@ -67,7 +67,7 @@ def test_500_programs(part):
         check(random.Random(1000 + 50 * part + k), ("random", "random", "best")[k % 3])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(50))
 def test_5000_programs(part):
     for k in range(100):

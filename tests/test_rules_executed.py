@@ -170,7 +170,7 @@ def test_sampled_strategies_equal_one_device(eqns):
     assert failures(list(distinct.values()), count=1) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_strategies_equal_one_device(eqns):
     assert failures(eqns, count=40) == []
 
