@@ -6,6 +6,7 @@ from typing import Any
 
 from autoshard import cost, emit, planning
 from autoshard.baselines import baselines
+from autoshard.fitting import fitted
 from autoshard.hardware import Hardware
 from autoshard.jitted import JittedFunction, PlannedFunction
 from autoshard.meshes import MeshLike
@@ -144,9 +145,7 @@ def _plan_on(
     with stages.stage("known plans"):
         known = baselines(choices, program.carried)
     with stages.stage("solve"):
-        hints = planning.hints(choices.problem, known)
-        solution = planning.solved(choices, hints, options.time_limit_s)
-        solution = planning.better(choices, solution, hints)
+        solution = fitted(choices, known, options.time_limit_s)
     with stages.stage("emit"):
         constraints = emit.constraints(choices, solution.choices)
         collectives = emit.planned_collectives(choices, solution.choices)

@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 
-from autoshard.cost import Choices
+from autoshard.cost import Choices, peak
 from autoshard.graph import Kind, Op
 from autoshard.sharding import Axes, Sharding
 from autoshard.strategies import Strategy
@@ -50,7 +50,7 @@ def baselines(choices: Choices, carried: tuple[int | None, ...]) -> list[Baselin
                         _name(batch, state, rest),
                         picked,
                         problem.objective_s(picked),
-                        problem.peak_bytes(picked),
+                        peak(choices, picked)[0],
                     )
     return list(found.values())
 

@@ -10,7 +10,6 @@ from autoshard.resharding import Step, table
 from autoshard.sharding import Axes, Sharding
 from autoshard.strategies import Strategy
 
-
 # Operations whose parameters do not depend on the shapes, so that they run on blocks as they are.
 LOCAL = frozenset(("dot_general", "reduce_sum"))
 

@@ -72,7 +72,7 @@ class Plan:
     step_time_s: float
     peak_bytes: float
     memory_limit_bytes: float | None
-    known: tuple[tuple[str, float, float], ...]  # known plans: name, objective in seconds, peak bytes
+    known: tuple[tuple[str, float, float], ...]  # known plans: name, objective_s, peak_bytes
     stages: tuple[tuple[str, float], ...] = dataclasses.field(default=(), compare=False)
     trees: tuple[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
     devices: Mesh | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -179,7 +179,7 @@ def load(path: str | os.PathLike) -> Plan:
 
 
 def key_path(path: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Returns a path as pairs: ("item", "0"), ("key", "w"), ("field", "params")."""
+    """Returns a path as pairs: ("item", "0"), ("key", "w"), ("field", "x")."""
     kinds = {
         "SequenceKey": ("item", "idx"),
         "DictKey": ("key", "key"),

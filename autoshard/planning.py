@@ -5,30 +5,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard import explain, pins
+from autoshard import cost, pins
 from autoshard.baselines import Baseline
 from autoshard.cost import Choices
 from autoshard.emit import PlannedCollective
-from autoshard.errors import HardwareError, InfeasibleError, NoSolutionError
+from autoshard.errors import HardwareError
 from autoshard.factors import Rule
 from autoshard.graph import Graph, Kind, Op
 from autoshard.hardware import Hardware, from_device_kind, preset
 from autoshard.jitted import PlannedFunction, planned_function
 from autoshard.meshes import MeshLike, candidate_shapes, concrete_mesh, devices_of, mesh_shape
 from autoshard.plan import Array, Plan, key_path
-from autoshard.problem import ShardingProblem, Solution, Status
+from autoshard.problem import Solution
 from autoshard.sharding import MeshShape, Sharding
-from autoshard.solve import smallest_peak, solve
 from autoshard.stages import Stages
 from autoshard.strategies import Strategy, border_strategies, pinned_border
 from autoshard.strategies import strategies as rule_strategies
 from autoshard.topology import Topology, topology
 from autoshard.trace import Program
-
-TIES = 1e-6  # of the objective, for the second one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,75 +189,6 @@ def _user_constraint(op: Op, free: tuple[Strategy, ...], mesh: MeshShape) -> tup
     return kept or (pinned_border(wanted, len(op.operands)),)
 
 
-def hints(problem: ShardingProblem, known: Sequence[Baseline]) -> list[tuple[int, ...]]:
-    """Returns the choices of the known plans that fit, best first."""
-    limit = problem.usage_limit_bytes
-    fitting = [b for b in known if limit is None or b.peak_bytes <= limit]
-    return [b.choices for b in sorted(fitting, key=lambda b: b.objective_s)]
-
-
-def solved(choices: Choices, hints: Sequence[Sequence[int]], time_limit_s: float) -> Solution:
-    """Solves for seconds, then for the second objective, in one solve.
-
-    The ties weigh TIES of a known objective in all, so they cost the plan at most that much; the
-    bound is lowered by it, so that it stays one of the first objective.
-    """
-    problem = choices.problem
-    start = hints[0] if hints else [int(np.argmin(n.costs_s)) for n in problem.nodes]
-    ties = sum(t.max(initial=0) for t in (*choices.node_ties, *choices.edge_ties))
-    weight_s = TIES * problem.objective_s(start) / max(float(ties), 1.0)
-    solution = solve(choices.with_ties(weight_s), time_limit_s=time_limit_s, hints=hints)
-    if not solution.choices:
-        return solution
-    objective_s = problem.objective_s(solution.choices)
-    bound_s = min(solution.bound_s - weight_s * float(ties), objective_s)
-    return dataclasses.replace(solution, objective_s=objective_s, bound_s=max(bound_s, 0.0))
-
-
-def better(choices: Choices, solution: Solution, hints: Sequence[Sequence[int]]) -> Solution:
-    """Returns the solution, or the best known plan where that costs less.
-
-    Raises:
-      InfeasibleError: with the smallest limit that would fit and what fills it.
-      NoSolutionError: the time limit struck before anything was found.
-    """
-    problem = choices.problem
-    if hints and problem.objective_s(hints[0]) < solution.objective_s:
-        return dataclasses.replace(
-            solution,
-            choices=tuple(hints[0]),
-            objective_s=problem.objective_s(hints[0]),
-            peak_bytes=problem.peak_bytes(hints[0]),
-            status=Status.FEASIBLE,
-        )
-    _check_solution(choices, solution)
-    return solution
-
-
-def _check_solution(choices: Choices, solution: Solution) -> None:
-    if solution.status is Status.INFEASIBLE:
-        problem = choices.problem
-        least = smallest_peak(dataclasses.replace(problem, usage_limit_bytes=None))
-        limit = problem.usage_limit_bytes or 0.0
-        live = problem.live_at_peak(least.choices)
-        sources = [choices.ops[u.node].source for u, _ in live]
-        largest = "; ".join(
-            f"{u.label} {explain.bytes_text(size)}{f' ({source})' if source else ''}"
-            for (u, size), source in list(zip(live, sources, strict=True))[: explain.VALUES_SHOWN]
-        )
-        raise InfeasibleError(
-            f"no plan for {problem.name} fits {explain.bytes_text(limit)} per device: the smallest "
-            f"limit that would is {explain.bytes_text(least.peak_bytes)} "
-            f"({least.peak_bytes:.0f} bytes). Largest live values at that peak: {largest}. Raise "
-            "memory_limit_bytes, use more devices, shrink the batch, or rematerialise."
-        )
-    if not solution.choices and choices.problem.nodes:
-        raise NoSolutionError(
-            f"no feasible plan for {choices.problem.name} found in the time limit; the proven "
-            f"lower bound so far is {explain.seconds_text(solution.bound_s)}: raise time_limit_s"
-        )
-
-
 def assemble(
     program: Program,
     target: Target,
@@ -293,7 +220,7 @@ def assemble(
         whole = Sharding.replicated(len(aval.shape))
         sharding = shardings.get(borders.get(k, f"out{k}"), whole)
         results.append(Array(name, key_path(path), tuple(aval.shape), str(aval.dtype), sharding))
-    live = choices.problem.live_at_peak(solution.choices)
+    _, live = cost.peak(choices, solution.choices)
     return Plan(
         program=program.name,
         fingerprint=program.fingerprint,
@@ -305,7 +232,7 @@ def assemble(
         donated=program.donated,
         constraints=constraints,
         collectives=tuple(collectives),
-        live_at_peak=tuple((u.label, size) for u, size in live if size > 0),
+        live_at_peak=tuple(live),
         status=solution.status,
         objective_s=solution.objective_s,
         bound_s=solution.bound_s,

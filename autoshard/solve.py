@@ -37,7 +37,7 @@ ROUNDS = 60  # of messages and pruning
 SWEEPS = (2, 3, 5)  # in the first rounds and in all later ones
 POLISH = 300  # regions searched at the end
 PRICE_STEPS = 60
-PRICE_PATIENCE = 6  # steps that may pass without lowering the highest point
+PRICE_PATIENCE = 4  # steps that may pass without moving the prices
 KERNELS = 3
 KERNEL_NODES = 2_000  # of the search tree
 PROGRAM_PAIRS = 150_000  # edge pairs and edge rows up to which the engine solves the programs
@@ -162,7 +162,8 @@ class _Run:
             search = self._resume(search)
             if len(self.flat.edge_costs) > 0.7 * pairs:
                 break
-        if not self._done() and self._is_small():
+        stuck = self.best is None and len(self.flat.edge_costs) <= PATIENT_PAIRS
+        if not self._done() and (stuck or self._is_small()):
             self.stage("integer", self._integer)
         while not self._done():
             self.stage("polish", search.polish, POLISH)
@@ -201,9 +202,13 @@ class _Run:
         return search, self._dual(search, dual)
 
     def _resume(self, old: Search) -> Search:
-        rows = np.searchsorted(self._old_rows, self.core.row_names)
+        names = self.core.row_names
+        prices = np.zeros(len(names))
+        if len(names):  # the price of a row that is gone goes to the one that follows it
+            place = np.minimum(np.searchsorted(names, self._old_rows), len(names) - 1)
+            prices = np.bincount(place, old.prices, len(names))
         x = self.flat.restart(self.core, self.best or ())
-        search = self._new_search(x, old.prices[rows])
+        search = self._new_search(x, prices)
         search.offer(x)
         if not len(self.flat.sizes):
             self.exhaust()
@@ -247,21 +252,23 @@ class _Run:
         limit = self.problem.usage_limit_bytes or 1.0
         prices = Prices(flat, limit, self._scale(search.x), dual.prices)
         best_prices, highest = dual.prices, -math.inf
-        height, idle = math.inf, 0
+        idle = 0
         for _ in range(steps):
             if self.clock.expired() or idle > PRICE_PATIENCE:
                 break
             prices.learn(search.x)
-            before, height = height, prices.move()
-            idle = idle + 1 if height > before - 1e-6 * abs(before) else 0
-            if not np.array_equal(prices.values, dual.prices):
+            height = prices.move()
+            if np.allclose(prices.values, dual.prices, rtol=1e-3, atol=0.0):
+                idle += 1
+            else:
+                idle = 0
                 dual.reprice(prices.values)
             self._sweep(dual)
             found = [self._decode(dual, search, x) for x in (search.x, dual.decode())]
             search.x = min(found, key=prices.lagrangian)
             if dual.last_bound > highest:
                 best_prices, highest = dual.prices, dual.last_bound
-            if height - highest < 1e-3 * abs(height):
+            if idle and height - highest < 1e-3 * abs(height):
                 break
         dual.reprice(best_prices)
         for factor in (0.8, 0.9, 1.1, 1.2, 1.4, 2.0):
@@ -273,8 +280,20 @@ class _Run:
         if search.best is None:
             search.fit(20)
             search.prices = dual.prices.copy()
+        if search.best is None:
+            self._find_any(search)
         search.polish(60)
         self._take(search)
+
+    def _find_any(self, search: Search) -> None:
+        """Starts from the choices of the least peak, or learns that there are none."""
+        least = smallest_peak(self.problem, time_limit_s=self.clock.left_s())
+        if least.status is Status.INFEASIBLE:
+            raise Infeasible
+        if least.choices and self.offer(least.choices):
+            search.offer(self.flat.restart(self.core, least.choices))
+        elif least.stats["peak_bound_bytes"] > (self.problem.usage_limit_bytes or math.inf):
+            raise Infeasible
 
     def _kernel(self, dual: Dual, search: Search) -> bool:
         """Solves exactly over strategies that the search came across; returns whether it gained."""

@@ -7,12 +7,13 @@ import sys
 SCRIPT = """
 import sys
 import autoshard
-from models import gpt
-plan = autoshard.plan(
-    gpt.train_step, *gpt.example_arguments("tiny"), mesh="data=4,model=2", hardware="v5e",
-    memory_limit_bytes=float(sys.argv[1]), donate_argnums=0,
-)
-sys.stdout.write(plan.to_json())
+from models import gpt, mlp
+where = dict(mesh="data=4,model=2", hardware="v5e", donate_argnums=0)
+ample = autoshard.plan(gpt.train_step, *gpt.example_arguments("tiny"), **where)
+sys.stdout.write(ample.to_json())
+state = mlp.example_arguments("tiny")
+limit = autoshard.plan(mlp.train_step, *state, **where).peak_bytes * 0.9
+sys.stdout.write(autoshard.plan(mlp.train_step, *state, memory_limit_bytes=limit, **where).to_json())
 """
 
 
@@ -21,7 +22,7 @@ def test_three_processes_with_different_hash_seeds_agree():
     for seed in ("0", "1", "4321"):
         env = {**os.environ, "PYTHONHASHSEED": seed}
         run = subprocess.run(
-            [sys.executable, "-c", SCRIPT, "2e6"], env=env, capture_output=True, text=True
+            [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True
         )
         assert run.returncode == 0, run.stderr
         texts.append(run.stdout)

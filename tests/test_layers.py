@@ -12,7 +12,7 @@ PACKAGE = ROOT / "autoshard"
 # A module may import only modules that stand above it.
 ORDER = """
 errors
-sharding hardware fields factors
+sharding hardware fields factors clock
 problem
 graph topology
 collectives
@@ -21,9 +21,9 @@ resharding roofline liveness
 compose shardy primitives rules
 strategies trace
 cost
-baselines bound dual prices reduce search solve
+baselines bound dual kernel peak prices reduce search solve
 apply emit explain plan
-meshes pins stages jitted planning
+fitting meshes pins stages jitted planning
 hlo hlo_loops hlo_collectives schedule inspect aot calibrate
 check
 api

@@ -57,21 +57,30 @@ def test_data_parallel_when_activations_dominate():
     assert [c.kind for c in found.collectives] == ["all-reduce"] * 3
 
 
-def test_sharded_state_when_memory_forces_it():
+def all_gather_s(size):
+    return all_reduce_s(size) / 2
+
+
+@pytest.mark.parametrize(("freed", "extra_gathers"), [(0.25, 0), (0.5, 1)])
+def test_sharded_state_when_memory_forces_it(freed, extra_gathers):
+    """Short of a quarter of the weights one is sharded, of half of them both.
+
+    A gather on use and a reduce-scatter cost what the all-reduce did. Only w_out is needed twice,
+    forward and backward; where there is no room to keep it whole, it is gathered once more.
+    """
     B, D, F = 2**12, 256, 1024
     free = plan(B, D, F)
-    weights = 2 * D * F * 4
     assert free.in_shardings[0] == {"w_in": P(), "w_out": P()}
-    # Too little for whole weights at rest and anything else: 1/8 of the weights must be enough
-    # there.
-    limit = free.peak_bytes - weights / 2
+    weights = 2 * D * F * 4
+    limit = free.peak_bytes - freed * weights
     found = plan(B, D, F, memory_limit_bytes=limit)
     assert found.peak_bytes <= limit
-    sharded = [a for a in found.arguments if a.name.startswith("params") and a.sharding.axes]
-    assert sharded
-    # A gather on use and a reduce-scatter cost what the all-reduce did (ZeRO stage 3 with one
-    # gather).
-    assert found.objective_s == pytest.approx(free.objective_s, rel=1e-4)
+    sharded = [a.name for a in found.arguments if a.name.startswith("params") and a.sharding.axes]
+    assert len(sharded) == 1 + extra_gathers
+    wanted = free.objective_s + extra_gathers * all_gather_s(D * F * 4)
+    # With both sharded the copies decide, which the solve does not see: close to the best, not it.
+    slack = 0.03 if extra_gathers else 1e-4
+    assert wanted * (1 - 1e-4) <= found.objective_s <= wanted * (1 + slack)
 
 
 def test_tensor_parallel_when_the_batch_is_one():

@@ -1,0 +1,140 @@
+"""Solves until the plan fits.
+
+The problem's memory rows hold what one choice alone decides. Copies that two choices bring about
+together (an operand gathered for its reader) are counted after the solve; where they break the
+limit, the rows are tightened by as much and the problem is solved again.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard import cost
+from autoshard.baselines import Baseline
+from autoshard.cost import Choices
+from autoshard.errors import InfeasibleError, NoSolutionError
+from autoshard.explain import VALUES_SHOWN, bytes_text, seconds_text
+from autoshard.problem import Solution, Status
+from autoshard.solve import smallest_peak, solve
+
+TIES = 1e-6  # of the objective, for the second one
+TRIES = 6  # solves until the plan fits
+
+
+def fitted(choices: Choices, known: Sequence[Baseline], time_limit_s: float) -> Solution:
+    """Returns the fastest plan found that fits, never slower than the best known one that does.
+
+    `peak_bytes` of the solution counts everything; `bound_s` is proven for the problem's own rows.
+
+    Raises:
+      InfeasibleError: with the smallest limit that would fit and what fills it.
+      NoSolutionError: the time limit struck before anything was found.
+    """
+    limit = choices.problem.usage_limit_bytes
+    fitting = sorted(
+        (b for b in known if limit is None or b.peak_bytes <= limit), key=lambda b: b.objective_s
+    )
+    hints = [b.choices for b in fitting]
+    solution, bound_s = _tightened(choices, hints, limit, time_limit_s)
+    if fitting and (not solution.choices or fitting[0].objective_s < solution.objective_s):
+        return _taken(choices, fitting[0].choices, bound_s)
+    if solution.choices or not choices.problem.nodes:
+        return solution
+    if solution.status is Status.UNKNOWN:
+        raise NoSolutionError(
+            f"no feasible plan for {choices.problem.name} found in the time limit; the proven "
+            f"lower bound so far is {seconds_text(solution.bound_s)}: raise time_limit_s"
+        )
+    return _smallest(choices, known, bound_s, time_limit_s)
+
+
+def _tightened(
+    choices: Choices, hints: Sequence[Sequence[int]], limit: float | None, time_limit_s: float
+) -> tuple[Solution, float]:
+    """Returns the first solution that fits, or one without choices, and the bound.
+
+    The rows' limit goes down by what is over, then halfway back where nothing is left.
+    """
+    solution = _solve(choices, limit, hints, time_limit_s)
+    bound_s = solution.bound_s if solution.choices else 0.0
+    tight, too_tight = limit, None
+    for attempt in range(TRIES):
+        if solution.choices:
+            size = cost.peak(choices, solution.choices)[0]
+            if limit is None or tight is None or size <= limit:
+                status = solution.status if attempt == 0 else Status.FEASIBLE
+                found = dataclasses.replace(solution, peak_bytes=size, status=status)
+                return dataclasses.replace(found, bound_s=bound_s), bound_s
+            loose = min(tight, solution.peak_bytes)
+            tight = loose - (size - limit) if too_tight is None else (loose + too_tight) / 2
+        elif attempt == 0 or tight is None:
+            break
+        else:
+            too_tight, tight = tight, (tight + loose) / 2
+        solution = _solve(choices, max(tight, 0.0), hints, time_limit_s)
+    status = solution.status if not solution.choices else Status.INFEASIBLE
+    return Solution((), np.inf, solution.bound_s, status, np.nan), bound_s
+
+
+def _solve(
+    choices: Choices, limit: float | None, hints: Sequence[Sequence[int]], time_limit_s: float
+) -> Solution:
+    """Solves for seconds, then for the second objective, in one solve.
+
+    The ties weigh TIES of a known objective in all, so they cost the plan at most that much; the
+    bound is lowered by it, so that it stays one of the first objective.
+    """
+    problem = choices.problem
+    start = hints[0] if hints else [int(np.argmin(n.costs_s)) for n in problem.nodes]
+    ties = sum(t.max(initial=0) for t in (*choices.node_ties, *choices.edge_ties))
+    weight_s = TIES * problem.objective_s(start) / max(float(ties), 1.0)
+    tied = dataclasses.replace(choices.with_ties(weight_s), usage_limit_bytes=limit)
+    fitting = [h for h in hints if limit is None or problem.peak_bytes(h) <= limit]
+    solution = solve(tied, time_limit_s=time_limit_s, hints=fitting)
+    if not solution.choices:
+        return solution
+    objective_s = problem.objective_s(solution.choices)
+    bound_s = min(solution.bound_s - weight_s * float(ties), objective_s)
+    return dataclasses.replace(solution, objective_s=objective_s, bound_s=max(bound_s, 0.0))
+
+
+def _taken(choices: Choices, picked: Sequence[int], bound_s: float) -> Solution:
+    objective_s = choices.problem.objective_s(picked)
+    size = cost.peak(choices, picked)[0]
+    return Solution(tuple(picked), objective_s, min(bound_s, objective_s), Status.FEASIBLE, size)
+
+
+def _smallest(
+    choices: Choices, known: Sequence[Baseline], bound_s: float, time_limit_s: float
+) -> Solution:
+    """Returns the plan with the lowest peak found, if that fits.
+
+    Raises:
+      InfeasibleError: it does not.
+    """
+    problem = choices.problem
+    limit = problem.usage_limit_bytes or 0.0
+    rows = smallest_peak(dataclasses.replace(problem, usage_limit_bytes=None))
+    tried = [b.choices for b in known] + ([rows.choices] if rows.choices else [])
+    least = min(tried, key=lambda picked: cost.peak(choices, picked)[0])
+    size, live = cost.peak(choices, least)
+    for _ in range(TRIES):
+        lower, _ = _tightened(choices, (), size - 1.0, time_limit_s)
+        if not lower.choices or size <= limit:
+            break
+        least = lower.choices
+        size, live = cost.peak(choices, least)
+    if size <= limit:
+        return _taken(choices, least, bound_s)
+    sources = {op.results[0].name: op.source for op in choices.ops if op.results}
+    largest = "; ".join(
+        f"{name} {bytes_text(held)}" + (f" ({sources[name]})" if sources.get(name) else "")
+        for name, held in live[:VALUES_SHOWN]
+    )
+    raise InfeasibleError(
+        f"no plan for {problem.name} fits {bytes_text(limit)} per device: the smallest limit that "
+        f"would is {bytes_text(size)} ({int(np.ceil(size))} bytes). Largest live values at that "
+        f"peak: {largest}. Raise memory_limit_bytes, use more devices, shrink the batch, or "
+        "rematerialise."
+    )
