@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.apply import constrained
@@ -110,7 +111,7 @@ class PlannedFunction:
 
     def _moved(self, leaves: list[Any]) -> list[Any]:
         """Returns the arguments in the plan's shardings; those that lie there already are kept."""
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if any(isinstance(x, Tracer) for x in leaves):
             return leaves  # under another transformation jit moves them itself
         moved = []
         for x, sharding, shape in zip(leaves, self._leaf_shardings, self._shapes, strict=True):

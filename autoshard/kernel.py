@@ -19,6 +19,7 @@ def solve_kernel(
     best: Sequence[int] | None,
     limit_bytes: float,
     clock: Clock,
+    share: float,
     nodes: int,
 ) -> list[tuple[int, ...]]:
     """Returns choices of the whole problem.
@@ -28,7 +29,8 @@ def solve_kernel(
       keep: for each of its nodes where a strategy [S] is promising.
       best: choices of the whole problem to scale by and start from.
       limit_bytes: the memory limit.
-      clock: half of what it leaves may be spent.
+      clock: the time limit.
+      share: of the time left, what the relaxation may take, and then the integer program.
       nodes: limit of the search tree.
     """
     core = core.copy()
@@ -47,8 +49,8 @@ def solve_kernel(
         x = flat.restart(core, best)
     scale = flat.objective(x)
     program = Program(flat, scale if math.isfinite(scale) else 1.0, limit_bytes)
-    relaxed = program.relax(clock.left_s() / 4)
+    relaxed = program.relax(clock.left_s() * share)
     if relaxed is None or relaxed.objective == math.inf:
         return []
-    answer = program.solve(clock.left_s() / 4, nodes, GAP)
+    answer = program.solve(clock.left_s() * share, nodes, GAP)
     return [] if answer.choices is None else [flat.expand(core, answer.choices)]

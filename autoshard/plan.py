@@ -273,16 +273,13 @@ def _from_dict(data: dict[str, Any]) -> Plan:
             for a in entries
         )
 
-    constraints = Constraints(
-        *(
-            {
-                (path, k): tuple(map(_sharding, chain))
-                for path, k, chain in data["constraints"][role]
-            }
-            for role in ("operands", "results")
-        ),
-        {path: _scatter_from_dict(s) for path, s in data["constraints"]["scatters"]},
-    )
+    def chains(role):
+        return {
+            (path, k): tuple(map(_sharding, chain)) for path, k, chain in data["constraints"][role]
+        }
+
+    scatters = {path: _scatter_from_dict(s) for path, s in data["constraints"]["scatters"]}
+    constraints = Constraints(chains("operands"), chains("results"), scatters)
     collectives = tuple(
         PlannedCollective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]
     )

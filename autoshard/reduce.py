@@ -50,9 +50,16 @@ class Core:
       problem: what to reduce.
       memory: whether its limit counts.
       every_row: keep memory rows that cannot be exceeded, to find out how low the limit can be.
+      expired: asked now and then; a TimeoutError follows when true.
     """
 
-    def __init__(self, problem: ShardingProblem, memory: bool = True, every_row: bool = False):
+    def __init__(
+        self,
+        problem: ShardingProblem,
+        memory: bool = True,
+        every_row: bool = False,
+        expired: Callable[[], bool] = lambda: False,
+    ):
         self.costs = [node.costs_s.copy() for node in problem.nodes]
         self._here = [True] * len(problem.nodes)
         self.kept = [np.arange(len(node.costs_s)) for node in problem.nodes]
@@ -71,9 +78,13 @@ class Core:
         self.room_bytes = np.full(rows, 0.0 if limit is None else limit)
         if limit is not None:
             for usage, f, n in zip(problem.usages, first.tolist(), last.tolist(), strict=True):
+                if usage.node % 1000 == 0 and expired():
+                    raise TimeoutError
                 if f < n:
                     self._add_usage(usage.node, (f, n), usage.bytes)
-        for edge in problem.edges:
+        for k, edge in enumerate(problem.edges):
+            if k % 1000 == 0 and expired():
+                raise TimeoutError
             self._add_edge(edge.a, edge.b, edge.costs_s)
 
     @property

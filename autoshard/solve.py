@@ -66,11 +66,10 @@ def solve(
         for hint in hints:
             problem.check_choices(hint)
             run.offer(tuple(int(p) for p in hint))
-        run.stage("reduce", run.reduce)
-        if len(run.flat.sizes):
+        if run.stage("reduce", run.reduce):
             run.improve_and_prove()
-        else:
-            run.exhaust()
+    except TimeoutError:
+        pass
     except Infeasible:
         run.exhausted = True
     return run.solution()
@@ -95,10 +94,11 @@ class _Run:
 
     def stage(self, name: str, step, *args):
         start = time.monotonic()
-        result = step(*args)
-        times = self.stats.setdefault("stage_s", {})
-        times[name] = times.get(name, 0.0) + time.monotonic() - start
-        return result
+        try:
+            return step(*args)
+        finally:
+            times = self.stats.setdefault("stage_s", {})
+            times[name] = times.get(name, 0.0) + time.monotonic() - start
 
     def offer(self, choices: tuple[int, ...]) -> bool:
         objective = self.problem.objective_s(choices)
@@ -110,10 +110,16 @@ class _Run:
         self.best, self.objective = choices, objective
         return True
 
-    def reduce(self) -> None:
-        self.core = Core(self.problem)
+    def reduce(self) -> bool:
+        """Returns whether there is anything left to choose, and time."""
+        self.core = Core(self.problem, expired=self.clock.expired)
         self.core.reduce(self.clock.expired)
+        if self.clock.expired():
+            return False
         self._flatten()
+        if not len(self.flat.sizes):
+            self.exhaust()
+        return not self.exhausted
 
     def _flatten(self) -> None:
         self.flat = Flat.of(self.core)
@@ -308,7 +314,10 @@ class _Run:
         limit = self.problem.usage_limit_bytes or 1.0
         parts = dict(zip(flat.names.tolist(), flat.split(keep), strict=True))
         before = self.objective
-        for choices in solve_kernel(self.core, parts, self.best, limit, self.clock, KERNEL_NODES):
+        share = 1.0 if self.deterministic else 0.25
+        for choices in solve_kernel(
+            self.core, parts, self.best, limit, self.clock, share, KERNEL_NODES
+        ):
             if self.offer(choices):
                 search.offer(flat.restart(self.core, choices))
         return self.objective < before

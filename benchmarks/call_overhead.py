@@ -1,9 +1,10 @@
-"""How much a warm call of a decorated step costs more than calling the planned jitted function itself.
+"""How much a warm call of a decorated step costs beside the planned jitted function itself.
 
     python -m benchmarks.call_overhead
 
-A tree of 300 small arrays on 8 CPU devices, so that the call and not the computation is timed; the three kinds of
-call take turns and the medians are compared. `jax.jit` is the same function jitted with the plan's shardings.
+A tree of 300 small arrays on 8 CPU devices, so that the call and not the computation is timed; the
+three kinds of call take turns and the medians are compared. `jax.jit` is the same function jitted
+with the plan's shardings.
 """
 
 import statistics
@@ -48,7 +49,8 @@ def main() -> None:
     base = statistics.median(times["jax.jit"])
     for name, samples in times.items():
         median = statistics.median(samples)
-        print(f"{name:<14} median {median * 1e6:8.1f} us, {(median - base) * 1e6:+7.1f} us over jax.jit")
+        over = median - base
+        print(f"{name:<14} median {median * 1e6:8.1f} us, {over * 1e6:+7.1f} us over jax.jit")
 
 
 if __name__ == "__main__":

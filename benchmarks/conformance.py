@@ -24,13 +24,13 @@ jax.config.update("jax_platforms", "cpu")
 
 from autoshard import aot, cost, emit, inspect, planning  # noqa: E402 (after the platform is set)
 from autoshard.baselines import baselines  # noqa: E402
-from autoshard.errors import AutoshardError  # noqa: E402
+from autoshard.errors import AutoshardError, InfeasibleError  # noqa: E402
+from autoshard.fitting import fitted  # noqa: E402
 from autoshard.hardware import preset  # noqa: E402
 from autoshard.plan import Plan  # noqa: E402
 from autoshard.problem import Solution, Status  # noqa: E402
 from autoshard.rules import rules_for  # noqa: E402
 from autoshard.sharding import MeshShape  # noqa: E402
-from autoshard.solve import solve  # noqa: E402
 from autoshard.stages import Stages  # noqa: E402
 from autoshard.topology import topology  # noqa: E402
 from autoshard.trace import Program, trace  # noqa: E402
@@ -134,15 +134,15 @@ def solutions(p: Prepared, time_limit_s: float) -> Iterator[tuple[str, tuple[int
     """Yields named plans: ours with all the memory and with less, and known ones."""
     known = baselines(p.choices, p.program.carried)
     problem = p.choices.problem
-    hints = planning.hints(problem, known)
-    found = solve(problem, time_limit_s=time_limit_s, hints=hints)
-    if found.choices:
-        yield "ours", found.choices
-        limit = TIGHT * problem.peak_bytes(found.choices)
-        tight = dataclasses.replace(problem, usage_limit_bytes=limit)
-        squeezed = solve(tight, time_limit_s=time_limit_s, hints=planning.hints(tight, known))
-        if squeezed.choices and squeezed.choices != found.choices:
+    found = fitted(p.choices, known, time_limit_s)
+    yield "ours", found.choices
+    tight = dataclasses.replace(problem, usage_limit_bytes=TIGHT * found.peak_bytes)
+    try:
+        squeezed = fitted(dataclasses.replace(p.choices, problem=tight), known, time_limit_s)
+        if squeezed.choices != found.choices:
             yield f"ours in {TIGHT:.0%} of its memory", squeezed.choices
+    except InfeasibleError:
+        pass  # nothing smaller fits: the ample plan is the only one
     for b in known[:KNOWN_PLANS]:
         if b.peak_bytes < 1.2 * (problem.usage_limit_bytes or float("inf")):
             yield b.name, b.choices

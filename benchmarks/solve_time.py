@@ -57,7 +57,12 @@ def main() -> None:
         ratio = solution.objective_s / known[name] if name in known else math.nan
         ratios.append(ratio)
         core = f"{solution.stats.get('core_nodes', '-')}"
-        columns = [name, f"{len(problem.nodes):,}", f"{len(problem.edges):,}", core]
+        columns = [
+            name,
+            f"{len(problem.nodes):,}",
+            f"{sum(e.a != e.b for e in problem.edges):,}",
+            core,
+        ]
         columns += [f"{solution.objective_s:.6g}" if feasible else "none"]
         columns += [f"{known[name]:.6g}" if name in known else "-", f"{ratio:.4f}"]
         columns += [f"{solution.gap:.3%}", solution.status.name.lower()]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ needs_tpu = pytest.mark.skipif(
 SIZES = mlp.Sizes(2, 1024, 8192, 65_536, compute_dtype="bfloat16")
 
 
-def planned(sizes=SIZES, mesh="data=4,model=2", **options) -> autoshard.Plan:
+def planned(sizes: Any = SIZES, mesh: Any = "data=4,model=2", **options: Any) -> autoshard.Plan:
     options = {"hardware": "v5e", "donate_argnums": (0,)} | options
     return autoshard.plan(mlp.train_step, *mlp.example_arguments(sizes), mesh=mesh, **options)
 

@@ -13,7 +13,8 @@ ample = autoshard.plan(gpt.train_step, *gpt.example_arguments("tiny"), **where)
 sys.stdout.write(ample.to_json())
 state = mlp.example_arguments("tiny")
 limit = autoshard.plan(mlp.train_step, *state, **where).peak_bytes * 0.9
-sys.stdout.write(autoshard.plan(mlp.train_step, *state, memory_limit_bytes=limit, **where).to_json())
+tight = autoshard.plan(mlp.train_step, *state, memory_limit_bytes=limit, **where)
+sys.stdout.write(tight.to_json())
 """
 
 
