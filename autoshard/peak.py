@@ -24,10 +24,15 @@ def smallest_peak(problem: ShardingProblem, *, time_limit_s: float = 30.0) -> So
     most = math.fsum(u.bytes.max() for u in problem.usages) + 1.0
     bare = _without_costs(problem, most)
     try:
-        core = Core(bare, every_row=True)
+        core = Core(bare, every_row=True, expired=clock.expired)
         core.reduce(clock.expired)
+        if clock.expired():
+            raise TimeoutError
     except Infeasible:
         return Solution((), math.inf, math.inf, Status.INFEASIBLE, math.nan)
+    except TimeoutError:
+        stats = {"peak_bound_bytes": 0.0, "time_limit_struck": True}
+        return Solution((), math.inf, -math.inf, Status.UNKNOWN, math.nan, stats)
     flat = Flat.of(core)
     best, growth = _level(flat, clock)
     bound, proven = -math.inf, not len(flat.sizes)
