@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autoshard import emit, planning
-from autoshard.graph import Value
+from autoshard.cost import Choices
 from autoshard.jitted import PlannedFunction, planned_function
+from autoshard.liveness import liveness
 from autoshard.problem import ShardingProblem, Solution, Status
 from autoshard.rules import rules_for
-from autoshard.sharding import Sharding
 from autoshard.stages import Stages
 from autoshard.strategies import Strategy
 from autoshard.topology import Topology
@@ -52,7 +52,7 @@ def random_plan(
     program, pins = planning.pinned(program, target, given)
     rules = rules_for([op.eqn for op in planning.leaf_ops(program)])
     strategies = tuple(planning.strategies(program, rules, target, pins))
-    choices: Any = _Unpriced(program, strategies, target.topology)
+    choices = _unpriced(program, strategies, target.topology)
     solution = Solution(_pick(choices, random.Random(seed)), 0.0, 0.0, Status.FEASIBLE, 0.0)
     constraints = emit.constraints(choices, solution.choices)
     plan = planning.assemble(
@@ -61,24 +61,23 @@ def random_plan(
     return planned_function(plan, fn, mesh, given.static_argnums, program)
 
 
-class _Unpriced:
-    """`Choices` without the costs that a random plan has no use for."""
+def _unpriced(program: Program, strategies, topology: Topology) -> Choices:
+    """Returns the choices without the costs that a random plan has no use for."""
+    ops = tuple(program.graph.leaves())
+    return Choices(
+        ops=ops,
+        strategies=strategies,
+        producer={id(v): (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)},
+        live=liveness(program.graph),
+        topology=topology,
+        problem=ShardingProblem((), (), (), None),
+        node_ties=(),
+        edge_ties=(),
+        donated=program.donated,
+    )
 
-    problem = ShardingProblem((), (), (), None)
 
-    def __init__(self, program: Program, strategies, topology: Topology):
-        self.ops, self.strategies = tuple(program.graph.leaves()), strategies
-        self.topology = topology
-        self.producer = {
-            id(v): (i, k) for i, op in enumerate(self.ops) for k, v in enumerate(op.results)
-        }
-
-    def sharding_of(self, value: Value, picked: Sequence[int]) -> Sharding:
-        node, k = self.producer[id(value)]
-        return self.strategies[node][picked[node]].results[k]
-
-
-def _pick(choices: _Unpriced, rng: random.Random) -> tuple[int, ...]:
+def _pick(choices: Choices, rng: random.Random) -> tuple[int, ...]:
     """Returns a strategy for each operation: any, or one that takes its operands as they are."""
     follow = rng.choice((0.0, 0.5, 0.9))
     picked: list[int] = []
