@@ -50,11 +50,9 @@ class PlannedFunction:
         leaves, tree = jax.tree.flatten(args)
         if tree != self._structure:
             raise _OtherArguments
-        for x, sharding in zip(leaves, self._leaf_shardings, strict=True):
-            # jax.jit would compile once more for arguments that lie elsewhere, or refuse them.
-            if getattr(x, "sharding", None) is not sharding:
-                args = jax.tree.unflatten(tree, self._moved(leaves))
-                break
+        # jax.jit would compile once more for arguments that lie elsewhere, or refuse them.
+        if [getattr(x, "sharding", None) for x in leaves] != self._leaf_shardings:
+            args = jax.tree.unflatten(tree, self._moved(leaves))
         if jax.sharding.get_abstract_mesh().empty:
             return jitted(*args)
         with jax.sharding.use_abstract_mesh(
