@@ -7,13 +7,13 @@ import sys
 SCRIPT = """
 import sys
 import autoshard
-from models import gpt, mlp
+from models import gpt
 where = dict(mesh="data=4,model=2", hardware="v5e", donate_argnums=0)
 ample = autoshard.plan(gpt.train_step, *gpt.example_arguments("tiny"), **where)
 sys.stdout.write(ample.to_json())
-state = mlp.example_arguments("tiny")
-limit = autoshard.plan(mlp.train_step, *state, **where).peak_bytes * 0.9
-tight = autoshard.plan(mlp.train_step, *state, memory_limit_bytes=limit, **where)
+state = gpt.example_arguments("tiny")
+limit = ample.peak_bytes * 0.7
+tight = autoshard.plan(gpt.train_step, *state, memory_limit_bytes=limit, **where)
 sys.stdout.write(tight.to_json())
 """
 
