@@ -285,8 +285,11 @@ class _Analysis:
         return op.primitive in RECASTS and source is not None and id(source) in self.free
 
     def _is_costly(self, value: Value, found: list[Op]) -> bool:
-        """Whether several matmuls would each compute the value from several large arrays."""
-        if sum(r.primitive in MATMULS for r in found) < 2:
+        """Whether a matmul and others would each compute the value from several large arrays.
+
+        A residual chain's gradient is one: else every layer would read all layers after it.
+        """
+        if not any(r.primitive in MATMULS for r in found):
             return False
         roots: dict[int, Root] = {}
         self._roots(value, 0, float("inf"), roots, set())

@@ -102,3 +102,22 @@ def test_the_new_state_is_computed_by_one_pass():
     kernels = [found.kernels[id(op)] for op in ops if id(op) in found.kernels]
     read = [root.value.name for kernel in kernels for root in kernel.roots]
     assert sorted(read) == ["g", "state['m']", "state['w']"]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_equal_layers_read_the_same_however_deep(trained):
+    """Frozen weights leave each residual gradient with one matmul that reads it."""
+
+    def loss(scales, weights, x):
+        for scale, w in zip(scales, weights, strict=True):
+            h = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)) * scale
+            x = x + jnp.tanh(h @ w) @ w.T
+        return jnp.sum(x)
+
+    step, reads = jax.grad(loss, (0, 1) if trained else 0), {}
+    for depth in (4, 6, 8):
+        args = [array(16)] * depth, [array(16, 64)] * depth, array(8, 16)
+        ops, found = analyse(step, *args)
+        kernels = [found.kernels[id(op)] for op in ops if id(op) in found.kernels]
+        reads[depth] = sum(root.size_bytes for kernel in kernels for root in kernel.roots)
+    assert reads[8] - reads[6] == reads[6] - reads[4]
