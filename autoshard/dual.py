@@ -125,7 +125,7 @@ class Dual:
         every = np.arange(len(flat.sizes))
         nothing = np.zeros(len(flat.sizes), np.int64)
         costs = flat.split(flat.priced(prices))
-        self._elimination = Elimination(flat, costs, nothing, every)
+        self._elimination = Elimination(flat.neighbours, costs, nothing, every)
         self._elimination.eliminate()
         self._constant = self._elimination.constant - float(prices @ flat.room_bytes)
         self.messages.load(self._elimination.costs, self._elimination.edges)
@@ -146,6 +146,18 @@ class Dual:
     def decode(self) -> np.ndarray:
         """Returns choices [N] read off the messages."""
         return self._elimination.complete(self.messages.decode())
+
+    def promising(self, count: int) -> list[np.ndarray]:
+        """Returns the strategies of each node [N] that the messages like best, about `count`."""
+        best = {
+            i: np.sort(np.argpartition(belief, count)[:count])
+            if len(belief) > count
+            else np.arange(len(belief))
+            for i, belief in self.messages.beliefs.items()
+            if i in self._elimination.costs
+        }
+        found = self._elimination.answers(best)
+        return [found[i] for i in range(len(self.flat.sizes))]
 
     def inherit(self, old: "Dual", before: list[np.ndarray], core: Core) -> None:
         """Takes over the messages that `old` held before strategies and nodes were removed.

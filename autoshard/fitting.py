@@ -19,6 +19,7 @@ from autoshard.problem import Solution, Status
 from autoshard.solve import smallest_peak, solve
 
 TIES = 1e-6  # of the objective, for the second one
+GAP = 1e-4  # between cost and bound, as integer programs are commonly solved to
 TRIES = 6  # solves until the plan fits
 
 
@@ -91,7 +92,7 @@ def _solve(
     weight_s = TIES * problem.objective_s(start) / max(float(ties), 1.0)
     tied = dataclasses.replace(choices.with_ties(weight_s), usage_limit_bytes=limit)
     fitting = [h for h in hints if limit is None or problem.peak_bytes(h) <= limit]
-    solution = solve(tied, time_limit_s=time_limit_s, hints=fitting)
+    solution = solve(tied, time_limit_s=time_limit_s, hints=fitting, gap=GAP)
     if not solution.choices:
         return solution
     objective_s = problem.objective_s(solution.choices)

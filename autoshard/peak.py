@@ -78,7 +78,7 @@ def _level(flat: Flat, clock: Clock) -> tuple[np.ndarray, float]:
         if clock.expired() or not len(x):
             break
         costs = flat.split(flat.priced(weights / max(weights.sum(), 1e-30)))
-        x = improve(flat, costs, x, np.arange(len(x)), rng.random(len(x)))
+        x = improve(flat.neighbours, costs, x, np.arange(len(x)), rng.random(len(x)))
         over = flat.used(x) - flat.room_bytes
         peak = float(over.max(initial=-math.inf))
         if math.isfinite(flat.objective(x)) and peak < least:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autoshard.answer import Answer
 from autoshard.problem import ShardingProblem, live_rows
 
 Span = tuple[int, int]  # the memory rows [first, last)
@@ -68,7 +69,7 @@ class Core:
         self.constant_s = 0.0
         self._every_row = every_row
         self.removed: dict[str, int] = {}
-        self._undo: list[tuple[int, tuple[tuple[int, np.ndarray], ...], np.ndarray]] = []
+        self._undo: list[tuple[int, np.ndarray, tuple[tuple[int, np.ndarray], ...], Answer]] = []
         self._queue = collections.deque(range(len(problem.nodes)))
         self._queued = [True] * len(problem.nodes)
         limit = problem.usage_limit_bytes if memory else None
@@ -106,9 +107,9 @@ class Core:
     def expand(self, choices: dict[int, int]) -> tuple[int, ...]:
         """Returns choices of the whole problem from indices into what is left of each node left."""
         found = {i: int(self.kept[i][p]) for i, p in choices.items()}
-        for i, keys, table in reversed(self._undo):
-            place = tuple(int(np.searchsorted(kept, found[j])) for j, kept in keys)
-            found[i] = int(table[place])
+        for i, kept, keys, answer in reversed(self._undo):
+            place = tuple(int(np.searchsorted(had, found[j])) for j, had in keys)
+            found[i] = int(kept[answer.at(place)])
         return tuple(found[i] for i in range(len(self.costs)))
 
     def restrict(self, i: int, keep: np.ndarray) -> None:
@@ -135,6 +136,7 @@ class Core:
         Raises:
           Infeasible: there is no choice.
         """
+        self._reduce_rows()  # without rows most of the rest is easier
         while self._queue:
             while self._queue:
                 if expired():
@@ -209,11 +211,11 @@ class Core:
                 del self.usages[i][span]
                 self._add_usage(i, span, old + size)
 
-    def _remove(self, i: int, keys: tuple[int, ...], table: np.ndarray) -> None:
-        """Takes node i out; `table` [S of each key] answers the keys by a place in `kept[i]`."""
+    def _remove(self, i: int, kept: np.ndarray, keys: tuple[int, ...], answer: Answer) -> None:
+        """Takes node i out; its answer to the choices of `keys` is a place in `kept`."""
         for j in list(self.edges[i]):
             self._drop_edge(i, j)
-        self._undo.append((i, tuple((j, self.kept[j]) for j in keys), self.kept[i][table]))
+        self._undo.append((i, kept, tuple((j, self.kept[j]) for j in keys), answer))
         self._here[i] = False
         self.usages[i] = {}
         self._touch(*keys)
@@ -223,7 +225,7 @@ class Core:
         for j, costs in self.edges[i].items():
             self.costs[j] = self.costs[j] + costs[0]
             self._touch(j)
-        self._remove(i, (), np.zeros((), np.int64))
+        self._remove(i, self.kept[i], (), Answer(self.costs[i], ()))
         self._count("constant")
 
     def _remove_separable(self, i: int, j: int) -> None:
@@ -269,26 +271,21 @@ class Core:
                 self._touch(k)
         for span, size in self.usages[i].items():
             self._add_usage(j, span, size[choice])
-        self._remove(i, (j,), choice)
+        forced = np.where(choice == np.arange(len(self.costs[i]))[:, None], 0.0, np.inf)
+        self._remove(i, self.kept[i], (j,), Answer(np.zeros(len(forced)), (forced,)))
         self._count("follower")
 
     def _eliminate(self, i: int) -> bool:
         """Answers each choice of at most two neighbours by what is best in cost and in usage."""
         neighbours = tuple(self.edges[i])
-        total = self.costs[i]
-        size = math.prod(len(self.costs[j]) for j in neighbours)
-        if size * len(total) > MAX_TABLE:
-            return False
-        weight = sum(self.usages[i].values(), np.zeros(len(total)))
+        weight = sum(self.usages[i].values(), np.zeros(len(self.costs[i])))
         order = np.argsort(weight, kind="stable")  # so that ties go to the least usage
-        total = total[order]
-        for j in neighbours:
-            total = total[..., None] + self.edges[i][j][order].reshape(
-                (len(order),) + (1,) * (total.ndim - 1) + (-1,)
-            )
-        table = order[np.argmin(total, axis=0)]
-        best = np.min(total, axis=0)
-        taken = self._usages_taken(i, total, table, order)
+        edges = tuple(self.edges[i][j][order] for j in neighbours)
+        answer = Answer(self.costs[i][order], edges)
+        if len(order) * math.prod(edge.shape[1] for edge in edges) > MAX_TABLE:
+            return False
+        best = answer.best()
+        taken = self._usages_taken(i, answer, order)
         if taken is None:
             return False
         for span, (axis, sizes) in taken.items():
@@ -301,21 +298,28 @@ class Core:
             self.costs[neighbours[0]] = self.costs[neighbours[0]] + best
         else:
             self._add_edge(neighbours[0], neighbours[1], best)
-        self._remove(i, neighbours, table)
+        self._remove(i, self.kept[i][order], neighbours, answer)
         self._count(f"degree{len(neighbours)}")
         return True
 
     def _usages_taken(
-        self, i: int, total: np.ndarray, table: np.ndarray, order: np.ndarray
+        self, i: int, answer: Answer, order: np.ndarray
     ) -> dict[Span, tuple[int, np.ndarray]] | None:
-        """Which neighbour (axis of `table`) takes each usage over, with the bytes; None if none."""
+        """Which neighbour (axis of the answers) takes each usage over, with the bytes; None if
+        none."""
         taken: dict[Span, tuple[int, np.ndarray]] = {}
         if not self.usages[i]:
             return taken
-        allowed = np.isfinite(total)
+        table = answer.table(tuple(np.arange(edge.shape[1]) for edge in answer.edges))
+        allowed = np.ones(len(order), bool).reshape((-1,) + (1,) * table.ndim)
+        for axis, edge in enumerate(answer.edges):
+            shape = [len(order)] + [1] * table.ndim
+            shape[axis + 1] = edge.shape[1]
+            allowed = allowed & np.isfinite(edge).reshape(shape)
+        allowed = np.broadcast_to(allowed, (len(order), *table.shape))
         possible = allowed.any(axis=0)
         for span, size in self.usages[i].items():
-            chosen = size[table]
+            chosen = size[order][table]
             sorted_size = size[order].reshape((-1,) + (1,) * table.ndim)
             least = np.where(allowed, sorted_size, np.inf).min(axis=0)
             if np.any(chosen[possible] > least[possible]):
@@ -338,7 +342,8 @@ class Core:
         """Returns where a strategy [S_i] is not made useless by another one that is kept."""
         costs = np.where(np.isfinite(self.costs[i]), self.costs[i], BIG)
         count = len(costs)
-        if count > MAX_COMPARED:
+        width = sum(edge.shape[1] for edge in self.edges[i].values())
+        if count > MAX_COMPARED or count * count * width > MAX_TABLE:
             return np.ones(count, bool)
         # better[p, q]: q uses no more than p in any span, and may cost no more; narrowed below
         better = ~np.eye(count, dtype=bool)

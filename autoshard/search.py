@@ -7,10 +7,12 @@ its best choice given the fixed ones.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from autoshard.answer import Answer
 from autoshard.reduce import MAX_TABLE, Core
 
 Neighbours = list[list[tuple[int, np.ndarray]]]
@@ -145,18 +147,22 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def improve(
-    flat: Flat, costs: list[np.ndarray], x: np.ndarray, free: np.ndarray, rank: np.ndarray
+    neighbours: Neighbours,
+    costs: list[np.ndarray],
+    x: np.ndarray,
+    free: np.ndarray,
+    rank: np.ndarray,
 ) -> np.ndarray:
     """Returns the best choices among those that agree with x [N] outside a subset of `free`.
 
     Args:
-      flat: the core.
+      neighbours: of each node, with the costs of their edges.
       costs: node costs [S] of each node, prices included.
       x: choices [N].
       free: nodes that may change.
       rank: [N]; where elimination is stuck the node of highest rank keeps its choice.
     """
-    return Elimination(flat, costs, x, free).run(rank)
+    return Elimination(neighbours, costs, x, free).run(rank)
 
 
 class Elimination:
@@ -168,7 +174,9 @@ class Elimination:
       constant: cost of what is decided whatever the nodes left choose.
     """
 
-    def __init__(self, flat: Flat, costs: list[np.ndarray], x: np.ndarray, free: np.ndarray):
+    def __init__(
+        self, neighbours: Neighbours, costs: list[np.ndarray], x: np.ndarray, free: np.ndarray
+    ):
         self.x = x.copy()
         self.constant = 0.0
         is_free = np.zeros(len(x), bool)
@@ -179,14 +187,14 @@ class Elimination:
         self.edges: dict[int, dict[int, np.ndarray]] = {}
         for i in free.tolist():
             cost, near = costs[i], {}
-            for j, m in flat.neighbours[i]:
+            for j, m in neighbours[i]:
                 if inside[j]:
                     near[j] = m
                 else:
                     cost = cost + m[:, choice[j]]
             self.costs[i] = cost
             self.edges[i] = near
-        self._stack: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+        self._stack: list[tuple[int, tuple[int, ...], Answer]] = []
         self._queue = [i for i, near in self.edges.items() if len(near) <= 2]
 
     def run(self, rank: np.ndarray) -> np.ndarray:
@@ -210,13 +218,20 @@ class Elimination:
             if i in self.edges and len(self.edges[i]) <= 2:
                 self._eliminate(i)
 
+    def answers(self, left: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Returns the strategies that each node may take, ascending, if those left take `left`."""
+        found = dict(left)
+        for i, keys, answer in reversed(self._stack):
+            found[i] = np.unique(answer.table(tuple(found[j] for j in keys)))
+        return found
+
     def complete(self, left: dict[int, int]) -> np.ndarray:
         """Returns choices [N] from those of the nodes left."""
         x = self.x.tolist()
         for i, p in left.items():
             x[i] = p
-        for i, keys, table in reversed(self._stack):
-            x[i] = int(table[tuple(x[j] for j in keys)])
+        for i, keys, answer in reversed(self._stack):
+            x[i] = answer.at(tuple(x[j] for j in keys))
         return np.array(x, np.int64)
 
     def _fix(self, i: int) -> None:
@@ -231,25 +246,18 @@ class Elimination:
 
     def _eliminate(self, i: int) -> None:
         near = self.edges[i]
-        cost = self.costs[i]
-        if not near:
-            del self.edges[i], self.costs[i]
-            self.x[i] = int(np.argmin(cost))
-            self.constant += float(cost[self.x[i]])
+        keys = tuple(near)
+        answer = Answer(self.costs[i], tuple(near.values()))
+        if answer.costs.size * math.prod(m.shape[1] for m in answer.edges) > MAX_TABLE:
             return
-        if len(near) == 1:
-            ((j, m),) = near.items()
-            total = cost[:, None] + m
-            self.costs[j] = self.costs[j] + total.min(axis=0)
-            keys: tuple[int, ...] = (j,)
+        best = answer.best()
+        if not keys:
+            self.constant += float(best)
+        elif len(keys) == 1:
+            self.costs[keys[0]] = self.costs[keys[0]] + best
         else:
-            (j, m), (k, n) = near.items()
-            if m.size * n.shape[1] > MAX_TABLE:
-                return
-            total = (cost[:, None] + m)[:, :, None] + n[:, None, :]
-            self._connect(j, k, total.min(axis=0))
-            keys = (j, k)
-        self._stack.append((i, keys, total.argmin(axis=0)))
+            self._connect(*keys, best)
+        self._stack.append((i, keys, answer))
         del self.edges[i], self.costs[i]
         for j in keys:
             del self.edges[j][i]
@@ -262,6 +270,41 @@ class Elimination:
             costs = old + costs
         self.edges[j][k] = costs
         self.edges[k][j] = costs.T
+
+
+class Narrow:
+    """Some strategies of each node, ascending: elimination takes the cube of their number."""
+
+    def __init__(self, flat: Flat, kept: list[np.ndarray]):
+        self.flat, self.kept = flat, kept
+        self._place = np.full(len(flat.costs), -1)
+        self._neighbours: Neighbours = [[] for _ in kept]
+        self._set(range(len(kept)))
+
+    def _set(self, nodes: Iterable[int]) -> None:
+        """Reads off what has changed with the strategies kept of some nodes."""
+        stale = dict.fromkeys(nodes)
+        for i in list(stale):
+            start = self.flat.start[i]
+            self._place[start + self.kept[i]] = np.arange(len(self.kept[i]))
+            stale |= dict.fromkeys(j for j, _ in self.flat.neighbours[i])
+        for i in stale:
+            self._neighbours[i] = [
+                (j, m[np.ix_(self.kept[i], self.kept[j])]) for j, m in self.flat.neighbours[i]
+            ]
+
+    def improve(
+        self, costs: list[np.ndarray], x: np.ndarray, free: np.ndarray, rank: np.ndarray
+    ) -> np.ndarray:
+        start = self.flat.start[:-1]
+        new = np.flatnonzero(self._place[start + x] < 0).tolist()
+        for i in new:
+            self.kept[i] = np.union1d(self.kept[i], x[i : i + 1])
+        if new:
+            self._set(new)
+        costs = [c[k] for c, k in zip(costs, self.kept, strict=True)]
+        found = improve(self._neighbours, costs, self._place[start + x], free, rank)
+        return np.array([k[p] for k, p in zip(self.kept, found.tolist(), strict=True)], np.int64)
 
 
 @dataclasses.dataclass
@@ -282,6 +325,18 @@ class Search:
     expired: Callable[[], bool]
     best: np.ndarray | None = None
     best_objective: float = np.inf
+    _narrow: Narrow | None = None
+
+    def narrow(self, kept: list[np.ndarray]) -> None:
+        """From now on looks at these strategies of each node only, and at those it comes from."""
+        self._narrow = Narrow(self.flat, kept)
+
+    def improve(
+        self, costs: list[np.ndarray], x: np.ndarray, free: np.ndarray, rank: np.ndarray
+    ) -> np.ndarray:
+        if self._narrow is None:
+            return improve(self.flat.neighbours, costs, x, free, rank)
+        return self._narrow.improve(costs, x, free, rank)
 
     def offer(self, x: np.ndarray) -> bool:
         """Takes x if it fits and costs less than the best."""
@@ -302,7 +357,7 @@ class Search:
             if self.expired():
                 return
             costs = flat.split(flat.priced(self.prices))
-            self.x = improve(flat, costs, self.x, every, self.rank(k))
+            self.x = self.improve(costs, self.x, every, self.rank(k))
             if not len(flat.room_bytes):
                 self.offer(self.x)
                 continue
@@ -329,7 +384,7 @@ class Search:
             region = self._region(min(size, len(self.x)))
             factor = self.rng.choice([0.0, 0.7, 1.0, 1.0, 1.5])
             costs = flat.split(flat.priced(self.prices * factor))
-            gains += self.offer(improve(flat, costs, self.best, region, self.rank(k)))
+            gains += self.offer(self.improve(costs, self.best, region, self.rank(k)))
         return gains
 
     def _byte_price(self) -> float:

@@ -30,7 +30,7 @@ from autoshard.peak import smallest_peak as smallest_peak
 from autoshard.prices import Prices
 from autoshard.problem import ShardingProblem, Solution, Status
 from autoshard.reduce import Core, Infeasible
-from autoshard.search import Flat, Search, improve
+from autoshard.search import Flat, Search
 
 GAP = 1e-7  # relative; a smaller one counts as proven
 ROUNDS = 60  # of messages and pruning
@@ -40,6 +40,8 @@ PRICE_STEPS = 60
 PRICE_PATIENCE = 4  # steps that may pass without moving the prices
 KERNELS = 3
 KERNEL_NODES = 2_000  # of the search tree
+WIDE_PAIRS = 100_000  # edge pairs up to which the search looks at all strategies
+PROMISING = 24  # strategies of a node that it looks at beyond
 PROGRAM_PAIRS = 150_000  # edge pairs and edge rows up to which the engine solves the programs
 PATIENT_PAIRS = 700_000  # the same where there is time to wait
 PROGRAM_ROWS = 40_000
@@ -51,6 +53,7 @@ def solve(
     time_limit_s: float = 60.0,
     hints: Sequence[Sequence[int]] = (),
     deterministic: bool = True,
+    gap: float = GAP,
 ) -> Solution:
     """Returns the cheapest choices found within the limit, with a bound.
 
@@ -60,8 +63,9 @@ def solve(
       hints: choices to start from, one strategy a node each; they need not fit.
       deterministic: spend a fixed effort, so that the answer depends on the problem alone. The time
         limit is then a safety net: `stats["time_limit_struck"]` says whether it made a difference.
+      gap: between cost and bound, relative to the cost; choices within it count as optimal.
     """
-    run = _Run(problem, time_limit_s, deterministic)
+    run = _Run(problem, time_limit_s, deterministic, gap)
     try:
         for hint in hints:
             problem.check_choices(hint)
@@ -78,8 +82,11 @@ def solve(
 class _Run:
     """One solve: the core, the best choices of the whole problem, and the bound."""
 
-    def __init__(self, problem: ShardingProblem, time_limit_s: float, deterministic: bool):
+    def __init__(
+        self, problem: ShardingProblem, time_limit_s: float, deterministic: bool, gap: float
+    ):
         self.problem = problem
+        self.gap = gap
         self.deterministic = deterministic
         self.clock = Clock(time_limit_s)
         self.stats: dict[str, Any] = {}
@@ -232,6 +239,7 @@ class _Run:
             if self.clock.expired():
                 break
             self._sweep(dual)
+            self._narrow(dual, search)
             search.x = self._decode(dual, search, dual.decode())
         search.polish(5)
         self._take(search)
@@ -240,11 +248,16 @@ class _Run:
         bound = self.core.constant_s + dual.sweep()
         self.bound = max(self.bound, min(bound, self.objective))
 
+    def _narrow(self, dual: Dual, search: Search) -> None:
+        """Has the search of a large core look at what the messages like only."""
+        if len(self.flat.edge_costs) > WIDE_PAIRS:
+            search.narrow(dual.promising(PROMISING))
+
     def _decode(self, dual: Dual, search: Search, x: np.ndarray) -> np.ndarray:
         """Improves x for the present prices and offers it."""
         costs = self.flat.split(self.flat.priced(dual.prices))
         every = np.arange(len(self.flat.sizes))
-        x = improve(self.flat, costs, x, every, search.rank(self._decoded))
+        x = search.improve(costs, x, every, search.rank(self._decoded))
         self._decoded += 1
         search.offer(x)
         self._seen[self.flat.start[:-1] + x] = True
@@ -270,6 +283,7 @@ class _Run:
                 idle = 0
                 dual.reprice(prices.values)
             self._sweep(dual)
+            self._narrow(dual, search)
             found = [self._decode(dual, search, x) for x in (search.x, dual.decode())]
             search.x = min(found, key=prices.lagrangian)
             if dual.last_bound > highest:
@@ -279,7 +293,7 @@ class _Run:
         dual.reprice(best_prices)
         for factor in (0.8, 0.9, 1.1, 1.2, 1.4, 2.0):
             costs = flat.split(flat.priced(dual.prices * factor))
-            search.x = improve(flat, costs, search.x, np.arange(len(search.x)), search.rank(0))
+            search.x = search.improve(costs, search.x, np.arange(len(search.x)), search.rank(0))
             search.offer(search.x)
             self._seen[flat.start[:-1] + search.x] = True
         search.prices = dual.prices.copy()
@@ -408,7 +422,7 @@ class _Run:
         program = Program(self.flat, self._scale(start), self.problem.usage_limit_bytes or 1.0)
         for _ in range(5):
             left = self.clock.left_s()
-            answer = program.solve(left, 20_000 if self.deterministic else None, GAP / 10)
+            answer = program.solve(left, 20_000 if self.deterministic else None, self.gap / 10)
             if answer.infeasible:
                 if (
                     self.best is not None
@@ -422,7 +436,7 @@ class _Run:
             excess = self.flat.excess(answer.choices)
             if excess <= 0:
                 self.offer(self.flat.expand(self.core, answer.choices))
-                self.exhausted = answer.proven
+                self.exhausted = answer.proven and self.gap <= GAP
                 break
             # Only the engine's tolerance can let it exceed a row by so little.
             program.room_bytes = program.room_bytes - 2 * excess
@@ -430,7 +444,7 @@ class _Run:
 
     def _proven(self) -> bool:
         gap = self.objective - self.bound
-        return self.exhausted or (self.best is not None and gap <= GAP * abs(self.objective))
+        return self.exhausted or (self.best is not None and gap <= self.gap * abs(self.objective))
 
     def solution(self) -> Solution:
         self.stats["time_limit_struck"] = self.clock.struck

@@ -21,7 +21,7 @@ resharding roofline liveness
 compose shardy primitives rules
 strategies trace
 cost
-baselines bound dual kernel peak prices reduce search solve
+baselines answer bound dual kernel peak prices reduce search solve
 apply emit explain plan
 fitting meshes pins stages jitted planning
 hlo hlo_loops hlo_collectives schedule inspect aot calibrate
