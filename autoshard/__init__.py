@@ -1,6 +1,6 @@
 """autoshard decides how a JAX program is sharded."""
 
-from autoshard.api import jit, plan
+from autoshard.api import jit, pareto, plan
 from autoshard.calibrate import calibrate
 from autoshard.errors import (
     ArgumentError,
@@ -34,5 +34,6 @@ __all__ = [
     "calibrate",
     "jit",
     "load",
+    "pareto",
     "plan",
 ]

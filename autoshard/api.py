@@ -1,16 +1,19 @@
 """The public functions; `plan` is the line from a function to a plan."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autoshard import cost, emit, planning
+from autoshard import cost, emit, planning, shapes
 from autoshard.baselines import baselines
 from autoshard.fitting import fitted
 from autoshard.hardware import Hardware
 from autoshard.jitted import JittedFunction, PlannedFunction
 from autoshard.meshes import MeshLike
+from autoshard.pareto import frontier
 from autoshard.plan import Plan
+from autoshard.problem import Solution
 from autoshard.rules import rules_for
 from autoshard.stages import Stages
 from autoshard.trace import Program, auto_axes, trace
@@ -19,7 +22,7 @@ from autoshard.trace import Program, auto_axes, trace
 def plan(
     fn: Callable,
     *args: Any,
-    mesh: MeshLike | None = None,
+    mesh: MeshLike | int | None = None,
     hardware: str | Hardware | None = None,
     memory_limit_bytes: float | None = None,
     in_shardings: Any = None,
@@ -33,8 +36,9 @@ def plan(
 
     Args:
       args: pytrees of arrays or jax.ShapeDtypeStruct.
-      mesh: a Mesh, an AbstractMesh, dict(data=4, model=2) or "data=4,model=2"; None: the best
-        shape of all local devices.
+      mesh: a Mesh, an AbstractMesh, dict(data=4, model=2) or "data=4,model=2"; or a number of
+        devices or a machine such as "v5e:4x4", whose best mesh is then searched; None: that of all
+        local devices.
       hardware: a preset's name, a Hardware, or None: read from the mesh's devices.
       memory_limit_bytes: per device; None: the hardware's memory less the runtime's reserve.
       in_shardings, out_shardings: pins: pytree prefixes of PartitionSpec, None where the planner
@@ -63,7 +67,7 @@ def plan(
 def jit(
     fn: Callable | None = None,
     *,
-    mesh: MeshLike | None = None,
+    mesh: MeshLike | int | None = None,
     hardware: str | Hardware | None = None,
     memory_limit_bytes: float | None = None,
     in_shardings: Any = None,
@@ -102,10 +106,59 @@ def jit(
     return JittedFunction(fn, make, planning.numbers(static_argnums) + names(static_argnames))
 
 
+def pareto(
+    fn: Callable,
+    *args: Any,
+    points: int = 6,
+    mesh: MeshLike | int | None = None,
+    hardware: str | Hardware | None = None,
+    memory_limit_bytes: float | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    time_limit_s: float = 60.0,
+    kwargs: dict[str, Any] | None = None,
+) -> list[Plan]:
+    """Returns what memory buys: the fastest plan for each of several memory limits.
+
+    The list runs from the limit given, or what it needs of it, down to the least memory that any
+    plan was found for; peaks fall and steps get slower along it. Also `autoshard.plan.pareto`.
+
+    Args:
+      points: at most that many plans; limits stand in a geometric row.
+
+    The others, and what is raised, are those of `autoshard.plan`.
+    """
+    options = planning.Options(
+        hardware=hardware,
+        memory_limit_bytes=memory_limit_bytes,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=planning.numbers(donate_argnums),
+        static_argnums=planning.numbers(static_argnums),
+        time_limit_s=time_limit_s,
+    )
+    fastest = _planned(fn, args, kwargs or {}, mesh, options)
+    stages = Stages(f"memory against time of {fastest.plan.program}")
+    with stages.line(), auto_axes():
+        priced = _priced(fastest.program, fastest.target, options, stages)
+        with stages.stage("solve"):
+            found = frontier(priced.choices, priced.known, points, time_limit_s)
+        plans = [_plan_of(priced, solution, stages) for _, solution in found]
+    return [
+        dataclasses.replace(p, memory_limit_bytes=limit)
+        for p, (limit, _) in zip(plans, found, strict=True)
+    ]
+
+
+setattr(plan, "pareto", pareto)  # noqa: B010 (a function's attribute, which types do not know)
+
+
 def _planned(
-    fn: Callable, args: tuple, kwargs: dict, mesh: MeshLike | None, options: planning.Options
+    fn: Callable, args: tuple, kwargs: dict, mesh: MeshLike | int | None, options: planning.Options
 ) -> planning.Planned:
-    """Plans for one mesh, or for each candidate shape of the local devices, keeping the fastest."""
+    """Plans for the mesh, or for every candidate, keeping the fastest."""
     stages = Stages(f"planning {getattr(fn, '__name__', 'function')}")
     with stages.line(), auto_axes():
         with stages.stage("trace"):
@@ -117,17 +170,21 @@ def _planned(
                 options.donate_argnums,
                 options.donate_argnames,
             )
-        found = [
-            _plan_on(program, fn, candidate, options, stages)
-            for candidate in planning.candidates(mesh)
-        ]
-    return min(found, key=lambda planned: planned.plan.objective_s)
+
+        def plan_on(target: planning.Target, cutoff_s: float) -> planning.Planned:
+            priced = _priced(program, target, options, stages)
+            with stages.stage("solve"):
+                solution = fitted(priced.choices, priced.known, options.time_limit_s, cutoff_s)
+            plan = _plan_of(priced, solution, stages)
+            return planning.Planned(plan, fn, priced.program, target, options.static_argnums)
+
+        return shapes.fastest(mesh, options, plan_on)
 
 
-def _plan_on(
-    program: Program, fn: Callable, mesh: MeshLike, options: planning.Options, stages: Stages
-) -> planning.Planned:
-    target = planning.target(mesh, options)
+def _priced(
+    program: Program, target: planning.Target, options: planning.Options, stages: Stages
+) -> planning.Priced:
+    """Lists and prices the strategies of a program on one target."""
     program, pins = planning.pinned(program, target, options)
     with stages.stage("rules"):
         rules = rules_for([op.eqn for op in planning.leaf_ops(program)])
@@ -144,12 +201,12 @@ def _plan_on(
         )
     with stages.stage("known plans"):
         known = baselines(choices, program.carried)
-    with stages.stage("solve"):
-        solution = fitted(choices, known, options.time_limit_s)
+    return planning.Priced(program, target, choices, known)
+
+
+def _plan_of(priced: planning.Priced, solution: Solution, stages: Stages) -> Plan:
+    choices = priced.choices
     with stages.stage("emit"):
         constraints = emit.constraints(choices, solution.choices)
         collectives = emit.planned_collectives(choices, solution.choices)
-    plan = planning.assemble(
-        program, target, choices, solution, known, constraints, collectives, stages
-    )
-    return planning.Planned(plan, fn, program, options.static_argnums)
+    return planning.assemble(priced, solution, constraints, collectives, stages)

@@ -42,6 +42,11 @@ def text(plan: "Plan") -> str:
     ]
     if plan.known:
         lines += ["", "known plans in the same model", *_known(plan)]
+    idle = [f"{n}={s}" for n, s in plan.mesh.axes if s > 1 and n not in plan.used_axes]
+    if idle:
+        lines += ["", f"nothing is split over {', '.join(idle)}: fewer devices would do as well"]
+    if plan.tried:
+        lines += ["", "other meshes", *(f"  {name}: {why}" for name, why in plan.tried)]
     if plan.stages:
         lines += ["", "planning: " + ", ".join(f"{name} {s:.2f} s" for name, s in plan.stages)]
     return "\n".join(lines)

@@ -23,10 +23,16 @@ GAP = 1e-4  # between cost and bound, as integer programs are commonly solved to
 TRIES = 6  # solves until the plan fits
 
 
-def fitted(choices: Choices, known: Sequence[Baseline], time_limit_s: float) -> Solution:
+def fitted(
+    choices: Choices,
+    known: Sequence[Baseline],
+    time_limit_s: float,
+    cutoff_s: float = np.inf,
+) -> Solution:
     """Returns the fastest plan found that fits, never slower than the best known one that does.
 
     `peak_bytes` of the solution counts everything; `bound_s` is proven for the problem's own rows.
+    A bound above `cutoff_s` ends the search: such a plan is of no use to the caller.
 
     Raises:
       InfeasibleError: with the smallest limit that would fit and what fills it.
@@ -37,7 +43,7 @@ def fitted(choices: Choices, known: Sequence[Baseline], time_limit_s: float) -> 
         (b for b in known if limit is None or b.peak_bytes <= limit), key=lambda b: b.objective_s
     )
     hints = [b.choices for b in fitting]
-    solution, bound_s = _tightened(choices, hints, limit, time_limit_s)
+    solution, bound_s = _tightened(choices, hints, limit, time_limit_s, cutoff_s)
     if fitting and (not solution.choices or fitting[0].objective_s < solution.objective_s):
         return _taken(choices, fitting[0].choices, bound_s)
     if solution.choices or not choices.problem.nodes:
@@ -51,19 +57,23 @@ def fitted(choices: Choices, known: Sequence[Baseline], time_limit_s: float) -> 
 
 
 def _tightened(
-    choices: Choices, hints: Sequence[Sequence[int]], limit: float | None, time_limit_s: float
+    choices: Choices,
+    hints: Sequence[Sequence[int]],
+    limit: float | None,
+    time_limit_s: float,
+    cutoff_s: float = np.inf,
 ) -> tuple[Solution, float]:
     """Returns the first solution that fits, or one without choices, and the bound.
 
     The rows' limit goes down by what is over, then halfway back where nothing is left.
     """
-    solution = _solve(choices, limit, hints, time_limit_s)
+    solution = _solve(choices, limit, hints, time_limit_s, cutoff_s)
     bound_s = solution.bound_s if solution.choices else 0.0
     tight, too_tight = limit, None
     for attempt in range(TRIES):
         if solution.choices:
             size = cost.peak(choices, solution.choices)[0]
-            if limit is None or tight is None or size <= limit:
+            if limit is None or tight is None or size <= limit or bound_s > cutoff_s:
                 status = solution.status if attempt == 0 else Status.FEASIBLE
                 found = dataclasses.replace(solution, peak_bytes=size, status=status)
                 return dataclasses.replace(found, bound_s=bound_s), bound_s
@@ -79,7 +89,11 @@ def _tightened(
 
 
 def _solve(
-    choices: Choices, limit: float | None, hints: Sequence[Sequence[int]], time_limit_s: float
+    choices: Choices,
+    limit: float | None,
+    hints: Sequence[Sequence[int]],
+    time_limit_s: float,
+    cutoff_s: float = np.inf,
 ) -> Solution:
     """Solves for seconds, then for the second objective, in one solve.
 
@@ -92,7 +106,9 @@ def _solve(
     weight_s = TIES * problem.objective_s(start) / max(float(ties), 1.0)
     tied = dataclasses.replace(choices.with_ties(weight_s), usage_limit_bytes=limit)
     fitting = [h for h in hints if limit is None or problem.peak_bytes(h) <= limit]
-    solution = solve(tied, time_limit_s=time_limit_s, hints=fitting, gap=GAP)
+    solution = solve(
+        tied, time_limit_s=time_limit_s, hints=fitting, gap=GAP, cutoff_s=cutoff_s
+    )
     if not solution.choices:
         return solution
     objective_s = problem.objective_s(solution.choices)
@@ -106,6 +122,23 @@ def _taken(choices: Choices, picked: Sequence[int], bound_s: float) -> Solution:
     return Solution(tuple(picked), objective_s, min(bound_s, objective_s), Status.FEASIBLE, size)
 
 
+def least_peak(
+    choices: Choices, known: Sequence[Baseline], enough_bytes: float, time_limit_s: float
+) -> tuple[int, ...]:
+    """Returns the choices of the lowest peak found, or the first ones that need no more than
+    `enough_bytes`."""
+    rows = smallest_peak(dataclasses.replace(choices.problem, usage_limit_bytes=None))
+    tried = [b.choices for b in known] + ([rows.choices] if rows.choices else [])
+    least = min(tried, key=lambda picked: cost.peak(choices, picked)[0])
+    for _ in range(TRIES):
+        size = cost.peak(choices, least)[0]
+        lower, _ = _tightened(choices, (), size - 1.0, time_limit_s)
+        if not lower.choices or size <= enough_bytes:
+            break
+        least = lower.choices
+    return tuple(least)
+
+
 def _smallest(
     choices: Choices, known: Sequence[Baseline], bound_s: float, time_limit_s: float
 ) -> Solution:
@@ -116,16 +149,8 @@ def _smallest(
     """
     problem = choices.problem
     limit = problem.usage_limit_bytes or 0.0
-    rows = smallest_peak(dataclasses.replace(problem, usage_limit_bytes=None))
-    tried = [b.choices for b in known] + ([rows.choices] if rows.choices else [])
-    least = min(tried, key=lambda picked: cost.peak(choices, picked)[0])
+    least = least_peak(choices, known, limit, time_limit_s)
     size, live = cost.peak(choices, least)
-    for _ in range(TRIES):
-        lower, _ = _tightened(choices, (), size - 1.0, time_limit_s)
-        if not lower.choices or size <= limit:
-            break
-        least = lower.choices
-        size, live = cost.peak(choices, least)
     if size <= limit:
         return _taken(choices, least, bound_s)
     sources = {op.results[0].name: op.source for op in choices.ops if op.results}

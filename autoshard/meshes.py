@@ -1,6 +1,5 @@
 """The meshes that users bring: real, abstract, a dict, a text, or none."""
 
-import math
 from collections.abc import Mapping
 
 import jax
@@ -66,17 +65,3 @@ def concrete_mesh(mesh: MeshLike) -> Mesh:
             )
         devices = np.array(local).reshape([size for _, size in shape.axes])
     return Mesh(devices, shape.names, axis_types=(AxisType.Auto,) * len(shape.names))
-
-
-def candidate_shapes(device_count: int) -> list[MeshShape]:
-    """Returns the mesh shapes to try for some devices, of one to three axes, larger axes first."""
-    shapes: list[tuple[int, ...]] = [(device_count,)]
-    for a in range(2, device_count):
-        if device_count % a == 0:
-            b = device_count // a
-            if a >= b:
-                shapes.append((a, b))
-    cube = round(device_count ** (1 / 3))
-    if cube > 1 and cube**3 == device_count:
-        shapes.append((cube, cube, cube))
-    return [MeshShape(tuple(zip(DEFAULT_NAMES, s, strict=False))) for s in shapes if math.prod(s)]

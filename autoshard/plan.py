@@ -73,6 +73,7 @@ class Plan:
     peak_bytes: float
     memory_limit_bytes: float | None
     known: tuple[tuple[str, float, float], ...]  # known plans: name, objective_s, peak_bytes
+    tried: tuple[tuple[str, str], ...] = ()  # other meshes, and why they lose
     stages: tuple[tuple[str, float], ...] = dataclasses.field(default=(), compare=False)
     trees: tuple[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
     devices: Mesh | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -93,6 +94,16 @@ class Plan:
         if self.trees is None:
             return _rebuild([r.path for r in self.results], specs)
         return jax.tree.unflatten(self.trees[1], specs)
+
+    @property
+    def used_axes(self) -> frozenset[str]:
+        """The mesh axes along which anything at all is split."""
+        c = self.constraints
+        chains = (*c.operands.values(), *c.results.values())
+        shardings = [s for chain in chains for s in chain]
+        shardings += [a.sharding for a in (*self.arguments, *self.results)]
+        shardings += [s for scatter in c.scatters.values() for s in scatter.operands]
+        return frozenset(axis for s in shardings for axis in s.axes)
 
     def explain(self) -> str:
         """Returns who is sharded how, what it costs, what moves, where the memory peaks."""
@@ -300,4 +311,5 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         live_at_peak=tuple((str(n), float(b)) for n, b in data["live_at_peak"]),
         status=Status[data["status"]],
         known=tuple((str(n), float(s), float(b)) for n, s, b in data["known"]),
+        tried=tuple((str(n), str(why)) for n, why in data.get("tried", ())),
     )

@@ -16,7 +16,7 @@ from autoshard.factors import Rule
 from autoshard.graph import Graph, Kind, Op
 from autoshard.hardware import Hardware, from_device_kind, preset
 from autoshard.jitted import PlannedFunction, planned_function
-from autoshard.meshes import MeshLike, candidate_shapes, concrete_mesh, devices_of, mesh_shape
+from autoshard.meshes import MeshLike, devices_of, mesh_shape
 from autoshard.plan import Array, Plan, key_path
 from autoshard.problem import Solution
 from autoshard.sharding import MeshShape, Sharding
@@ -66,13 +66,6 @@ def numbers(given: int | Sequence[int]) -> tuple[int, ...]:
 
 def names(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
-
-
-def candidates(mesh: MeshLike | None) -> list[MeshLike]:
-    """Returns the meshes to try: the user's, or every shape of the local devices."""
-    if mesh is not None:
-        return [mesh]
-    return [concrete_mesh(shape) for shape in candidate_shapes(len(jax.devices()))]
 
 
 def target(mesh: MeshLike, options: Options) -> Target:
@@ -189,17 +182,25 @@ def _user_constraint(op: Op, free: tuple[Strategy, ...], mesh: MeshShape) -> tup
     return kept or (pinned_border(wanted, len(op.operands)),)
 
 
+@dataclasses.dataclass(frozen=True)
+class Priced:
+    """A program on a target: every strategy with its price, and the plans everyone knows."""
+
+    program: Program
+    target: Target
+    choices: Choices
+    known: Sequence[Baseline]
+
+
 def assemble(
-    program: Program,
-    target: Target,
-    choices: Choices,
+    priced: Priced,
     solution: Solution,
-    known: Sequence[Baseline],
     constraints: Any,
     collectives: Sequence[PlannedCollective],
     stages: Stages,
 ) -> Plan:
     """Returns the Plan of a solution."""
+    program, target, choices = priced.program, priced.target, priced.choices
     shardings = {
         op.path: choices.strategies[i][solution.choices[i]].results[0]
         for i, op in enumerate(choices.ops)
@@ -239,7 +240,7 @@ def assemble(
         step_time_s=solution.objective_s,
         peak_bytes=solution.peak_bytes,
         memory_limit_bytes=target.memory_limit_bytes,
-        known=tuple((b.name, b.objective_s, b.peak_bytes) for b in known),
+        known=tuple((b.name, b.objective_s, b.peak_bytes) for b in priced.known),
         stages=tuple(stages.times.items()),
         trees=(program.in_tree, program.out_tree),
         devices=target.devices,
@@ -253,6 +254,7 @@ class Planned:
     plan: Plan
     fn: Callable
     program: Program
+    target: Target
     static_argnums: tuple[int, ...]
 
     def function(self) -> PlannedFunction:

@@ -54,6 +54,7 @@ def solve(
     hints: Sequence[Sequence[int]] = (),
     deterministic: bool = True,
     gap: float = GAP,
+    cutoff_s: float = math.inf,
 ) -> Solution:
     """Returns the cheapest choices found within the limit, with a bound.
 
@@ -64,8 +65,10 @@ def solve(
       deterministic: spend a fixed effort, so that the answer depends on the problem alone. The time
         limit is then a safety net: `stats["time_limit_struck"]` says whether it made a difference.
       gap: between cost and bound, relative to the cost; choices within it count as optimal.
+      cutoff_s: choices that cost more are of no use: stop once the bound is above it.
     """
     run = _Run(problem, time_limit_s, deterministic, gap)
+    run.cutoff = cutoff_s
     try:
         for hint in hints:
             problem.check_choices(hint)
@@ -92,6 +95,7 @@ class _Run:
         self.stats: dict[str, Any] = {}
         self.best: tuple[int, ...] | None = None
         self.objective = math.inf
+        self.cutoff = math.inf
         self.bound = _trivial_bound(problem)
         self._decoded = 0
         self.exhausted = False  # nothing that is cheaper than the best is left
@@ -191,7 +195,7 @@ class _Run:
         return len(flat.edge_costs) <= pairs and rows <= PROGRAM_ROWS
 
     def _done(self) -> bool:
-        return self._proven() or self.clock.expired()
+        return self._proven() or self.bound > self.cutoff or self.clock.expired()
 
     def _start(self) -> Search:
         flat = self.flat

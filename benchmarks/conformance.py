@@ -153,8 +153,9 @@ def plan_of(p: Prepared, choices: Sequence[int]) -> Plan:
     cost_s, peak = problem.objective_s(choices), cost.peak(p.choices, choices)[0]
     solution = Solution(tuple(choices), cost_s, 0.0, Status.FEASIBLE, peak)
     return planning.assemble(
-        p.program, p.target, p.choices, solution, [], emit.constraints(p.choices, choices),
-        emit.planned_collectives(p.choices, choices), Stages("conformance", show=False),
+        planning.Priced(p.program, p.target, p.choices, ()), solution,
+        emit.constraints(p.choices, choices), emit.planned_collectives(p.choices, choices),
+        Stages("conformance", show=False),
     )  # fmt: skip
 
 

@@ -55,9 +55,8 @@ def random_plan(
     choices = _unpriced(program, strategies, target.topology)
     solution = Solution(_pick(choices, random.Random(seed)), 0.0, 0.0, Status.FEASIBLE, 0.0)
     constraints = emit.constraints(choices, solution.choices)
-    plan = planning.assemble(
-        program, target, choices, solution, (), constraints, (), Stages("random plan")
-    )
+    priced = planning.Priced(program, target, choices, ())
+    plan = planning.assemble(priced, solution, constraints, (), Stages("random plan"))
     return planned_function(plan, fn, mesh, given.static_argnums, program)
 
 

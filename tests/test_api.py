@@ -222,8 +222,8 @@ def test_bad_meshes():
         autoshard.MeshError, match="16 devices, this process has 8|wants 16 devices"
     ):
         autoshard.jit(step, mesh={"data": 16}, hardware="cpu")(*arguments())
-    with pytest.raises(autoshard.MeshError, match="got a mesh of type int"):
-        autoshard.plan(step, *arguments(), mesh=8)  # type: ignore[arg-type]
+    with pytest.raises(autoshard.MeshError, match="got a mesh of type float"):
+        autoshard.plan(step, *arguments(), mesh=8.0)  # type: ignore[arg-type]
     with pytest.raises(autoshard.HardwareError, match="pass hardware="):
         autoshard.plan(step, *arguments(), mesh={"data": 8})
     with pytest.raises(autoshard.HardwareError, match="v5e"):

@@ -23,9 +23,10 @@ strategies trace
 cost
 baselines answer bound dual kernel peak prices reduce search solve
 apply emit explain plan
-fitting meshes pins stages jitted planning
+fitting meshes pins stages
+pareto jitted planning
 hlo hlo_loops hlo_collectives schedule inspect aot calibrate
-check
+shapes check
 api
 __init__
 cli

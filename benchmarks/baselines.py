@@ -1,0 +1,132 @@
+"""The hand plans of each kind of model, as its users write them."""
+
+from collections.abc import Iterator
+
+from benchmarks.hand import HandPlan, Where
+from benchmarks.workloads import Workload
+
+ALL = ("data", "model")
+DATA, MODEL = ("data",), ("model",)
+LEAST = 100_000  # elements from which on frameworks shard a parameter
+
+
+def hand_plans(workload: Workload) -> list[HandPlan]:
+    """Returns the hand plans of a workload on its three meshes, the likeliest first."""
+    return list(_KINDS.get(workload.model, _transformers)(workload.meshes))
+
+
+def _transformers(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
+    line, wide = meshes[0], meshes[1:]
+    heads: Where = (("F", MODEL), ("K", MODEL), ("I", MODEL), ("V", MODEL))
+    fsdp: Where = (("D", ALL), ("F", ALL))
+    yield HandPlan("FSDP", line, (("B", ALL),), fsdp, least=LEAST)
+    yield HandPlan(
+        "FSDP, no windows", line, (("B", ALL),), fsdp, least=LEAST, windowed=False
+    )
+    yield HandPlan("ZeRO-1", line, (("B", ALL),), (), fsdp, LEAST)
+    yield HandPlan("data parallel", line, (("B", ALL),))
+    for mesh in wide:
+        yield HandPlan(
+            "FSDP + TP + sequence", mesh, (*heads, ("B", DATA), ("S", MODEL)),
+            (*heads, ("D", DATA)), least=LEAST,
+        )  # fmt: skip
+        yield HandPlan(
+            "FSDP, sequence split", mesh, (("B", DATA), ("S", MODEL)), (("D", ALL),), least=LEAST
+        )
+    for mesh in wide:
+        yield HandPlan(
+            "FSDP + TP", mesh, (*heads, ("B", DATA)), (*heads, ("D", DATA)), least=LEAST
+        )
+        yield HandPlan(
+            "HSDP, no windows", mesh, (("B", ALL),), (("D", MODEL),), (("D", MODEL),), LEAST,
+            windowed=False,
+        )  # fmt: skip
+        yield HandPlan(
+            "TP + sequence", mesh, (*heads, ("B", DATA), ("S", MODEL)), heads, least=LEAST
+        )
+        yield HandPlan("TP", mesh, (*heads, ("B", DATA)), heads, least=LEAST)
+        yield HandPlan(
+            "ZeRO-1 + TP", mesh, (*heads, ("B", DATA)), heads, (*heads, ("D", DATA)), LEAST
+        )
+
+
+def _experts(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
+    heads: Where = (("F", MODEL), ("K", MODEL), ("V", MODEL))
+    fsdp: Where = (("D", ALL), ("F", ALL))
+    yield HandPlan("FSDP", meshes[0], (("B", ALL),), fsdp, least=LEAST)
+    for mesh in meshes[1:]:
+        experts: Where = (("E", MODEL), ("B", ALL))
+        yield HandPlan(
+            "experts + FSDP", mesh, experts, (("E", MODEL), ("D", ALL)), least=LEAST
+        )
+        yield HandPlan("experts, rest replicated", mesh, experts, (("E", MODEL),), least=LEAST)
+        yield HandPlan(
+            "experts + ZeRO-1", mesh, experts, (("E", MODEL),), (("E", MODEL), ("D", ALL)), LEAST
+        )
+        yield HandPlan(
+            "FSDP + TP", mesh, (*heads, ("B", DATA)), (*heads, ("D", DATA)), least=LEAST
+        )
+        yield HandPlan(
+            "FSDP + TP + sequence", mesh, (*heads, ("B", DATA), ("S", MODEL)),
+            (*heads, ("D", DATA)), least=LEAST,
+        )  # fmt: skip
+        yield HandPlan("FSDP", mesh, (("B", ALL),), fsdp, least=LEAST)
+    yield HandPlan("ZeRO-1", meshes[0], (("B", ALL),), (), fsdp, LEAST)
+    yield HandPlan("data parallel", meshes[0], (("B", ALL),))
+
+
+def _tables(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
+    batch: Where = (("B", ALL),)
+    for mesh in meshes:
+        yield HandPlan("rows of large tables", mesh, batch, (("V", ALL),), least=10_000_000)
+        yield HandPlan("columns of large tables", mesh, batch, (("D", ALL),), least=10_000_000)
+        yield HandPlan("rows of all tables", mesh, batch, (("V", ALL),), least=LEAST)
+        yield HandPlan("columns of all tables", mesh, batch, (("D", ALL),), least=LEAST)
+        if mesh != meshes[0]:
+            yield HandPlan(
+                "rows over one axis, columns over the other", mesh, batch,
+                (("V", DATA), ("D", MODEL)), least=10_000_000,
+            )  # fmt: skip
+            yield HandPlan(
+                "columns over one axis", mesh, batch, (("D", MODEL),), least=10_000_000
+            )
+    yield HandPlan("data parallel", meshes[0], batch)
+    yield HandPlan("ZeRO-1", meshes[0], batch, (), (("V", ALL),), LEAST)
+
+
+def _images(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
+    line = meshes[0]
+    batch: Where = (("B", ALL),)
+    store: Where = (("O", ALL), ("C", ALL))
+    yield HandPlan("data parallel", line, batch)
+    yield HandPlan("ZeRO-1", line, batch, (), store, LEAST)
+    yield HandPlan("FSDP", line, batch, store, least=LEAST)
+    for mesh in meshes[1:]:
+        yield HandPlan("data parallel", mesh, batch)
+        yield HandPlan("ZeRO-1", mesh, batch, (), store, LEAST)
+        yield HandPlan(
+            "channels split", mesh, (("B", DATA), ("O", MODEL)), (("O", MODEL),), least=LEAST
+        )
+        yield HandPlan("HSDP", mesh, batch, (("O", MODEL),), least=LEAST)
+
+
+def _serving(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
+    n = meshes[0].partition("=")[2]
+    heads: Where = (("F", MODEL), ("K", MODEL), ("V", MODEL))
+    yield HandPlan("KV heads and hidden split", f"model={n}", heads, heads)
+    yield HandPlan("batch split, weights whole", meshes[0], (("B", ALL),))
+    yield HandPlan("batch split, FSDP", meshes[0], (("B", ALL),), (("D", ALL),))
+    for mesh in meshes[1:]:
+        where = (*heads, ("B", DATA))
+        yield HandPlan("KV heads and batch split", mesh, where, heads)
+        yield HandPlan("KV heads and batch split, FSDP", mesh, where, (*heads, ("D", DATA)))
+        yield HandPlan(
+            "batch of the cache, hidden of the MLP", mesh,
+            (("F", ALL), ("V", ALL), ("B", ALL)), (("F", ALL), ("V", ALL)),
+        )  # fmt: skip
+        yield HandPlan(
+            "KV heads and positions split", mesh, (*heads, ("T", DATA)), heads
+        )
+
+
+_KINDS = {"moe": _experts, "dlrm": _tables, "unet": _images, "decode": _serving}

@@ -1,0 +1,80 @@
+"""Programs compiled ahead of time, kept on disk by what went in."""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from autoshard import inspect
+from autoshard.hardware import preset
+from autoshard.meshes import mesh_shape
+from autoshard.topology import topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a program, per device; seconds and bytes."""
+
+    step_s: float | None = None
+    compute_s: float | None = None
+    exposed_s: float | None = None
+    peak_bytes: float | None = None
+    compile_s: float = 0.0
+    refused: str = ""
+
+
+def compiled(
+    key: str,
+    mesh: Mesh,
+    chip: str,
+    lower: Callable[[], Any],
+    cache: pathlib.Path,
+    options: dict[str, str] | None = None,
+) -> tuple[Compiled, pathlib.Path]:
+    """Lowers and compiles, or reads what an earlier run compiled for the same key."""
+    path = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
+    if not path.exists():
+        path.write_bytes(gzip.compress(json.dumps(_compile(key, mesh, lower, options)).encode()))
+    found = json.loads(gzip.decompress(path.read_bytes()))
+    if "refused" in found:
+        return Compiled(compile_s=found["compile_s"], refused=found["refused"]), path
+    memory = inspect.Memory(**found["memory"])
+    step = inspect.from_text(
+        found["text"], mesh_shape(mesh), device_ids=found["positions"],
+        device_kind=mesh.devices.flat[0].device_kind, memory=memory,
+    )  # fmt: skip
+    links = topology(mesh_shape(mesh), preset(chip), mesh.devices)
+    times = step.times(inspect.price_on(links))
+    if times is None:
+        return Compiled(peak_bytes=memory.peak_bytes, compile_s=found["compile_s"]), path
+    return Compiled(
+        times.step_s, times.compute_s, times.exposed_comm_s, memory.peak_bytes, found["compile_s"]
+    ), path  # fmt: skip
+
+
+def _compile(
+    key: str, mesh: Mesh, lower: Callable[[], Any], options: dict[str, str] | None
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        made = lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        return {"key": key, "refused": str(e)[:400], "compile_s": time.perf_counter() - start}
+    stats = made.memory_analysis()
+    names = ("argument", "output", "alias", "temp")
+    return {
+        "key": key,
+        "text": made.as_text(),
+        "memory": {f"{n}_bytes": getattr(stats, f"{n}_size_in_bytes") for n in names},
+        "positions": inspect.positions(made, mesh),
+        "compile_s": time.perf_counter() - start,
+    }

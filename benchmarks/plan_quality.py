@@ -1,0 +1,151 @@
+"""Our plans against those of experts, judged by what the TPU compiler makes of them.
+
+    python -m benchmarks.plan_quality                       all workloads: hours; resumes
+    python -m benchmarks.plan_quality --only 'GPT 1B,DLRM'  some of them
+    python -m benchmarks.plan_quality --hand 4              the likeliest four hand plans alone
+
+Each workload is planned for every mesh shape and compiled ahead of time; so are hand plans
+(`benchmarks.baselines`). Programs compiled before are read from `--cache`; finished rows stand in
+`results/plan_quality.json`, the table in `results/plan_quality.md`.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Iterator
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+
+from rich.console import Console  # noqa: E402 (after the platform is set)
+from rich.progress import Progress  # noqa: E402
+
+import autoshard  # noqa: E402
+from autoshard import aot  # noqa: E402
+from autoshard.sharding import MeshShape  # noqa: E402
+from autoshard.trace import trace  # noqa: E402
+from benchmarks.baselines import hand_plans  # noqa: E402
+from benchmarks.compiled import Compiled, compiled  # noqa: E402
+from benchmarks.hand import HandJit, HandPlan  # noqa: E402
+from benchmarks.quality_table import write_table  # noqa: E402
+from benchmarks.workloads import WORKLOADS, Workload  # noqa: E402
+
+HERE = pathlib.Path(__file__).parent
+CACHE = pathlib.Path.home() / ".cache" / "autoshard" / "plan_quality"
+RESULTS = HERE / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One plan of a workload, predicted (ours only) and compiled."""
+
+    workload: str
+    plan: str
+    mesh: str
+    ours: bool
+    compiled: Compiled
+    predicted_s: float | None = None
+    predicted_bytes: float | None = None
+    plan_s: float | None = None
+    file: str = ""
+
+
+def ours(workload: Workload, cache: pathlib.Path) -> Iterator[Row]:
+    """Yields our plan on every mesh shape, the one we would choose first."""
+    args = workload.arguments()
+    plans = []
+    for mesh in workload.meshes:
+        devices = aot.mesh(workload.target, MeshShape.parse(mesh))
+        start = time.perf_counter()
+        plan = autoshard.plan(
+            workload.step,
+            *args,
+            mesh=devices,
+            hardware=chip_of(workload),
+            memory_limit_bytes=workload.memory_limit_bytes,
+            donate_argnums=workload.donate_argnums,
+        )
+        plans.append((plan, devices, time.perf_counter() - start))
+    for plan, devices, plan_s in sorted(plans, key=lambda p: p[0].objective_s):
+        emitted = dataclasses.replace(plan, collectives=(), live_at_peak=(), known=())
+        key = f"{workload} {workload.sizes} {emitted.constraints} {emitted.arguments}"
+        key += str(plan.constraints.operands) + str(plan.constraints.results)
+        found, path = compiled(
+            key + str(plan.constraints.scatters), devices, chip_of(workload),
+            lambda plan=plan, devices=devices: plan.jit(workload.step, devices).lower(*args), cache,
+        )  # fmt: skip
+        yield Row(
+            workload.name, "ours", str(plan.mesh), True, found, plan.step_time_s, plan.peak_bytes,
+            plan_s, path.name,
+        )  # fmt: skip
+
+
+def by_hand(workload: Workload, plan: HandPlan, program, cache: pathlib.Path) -> Row:
+    devices = aot.mesh(workload.target, MeshShape.parse(plan.mesh))
+    jitted = HandJit(program, workload.model, plan, devices)
+    key = f"{workload} {workload.sizes} {plan!r} {jitted.constraints()!r}"
+    found, path = compiled(key, devices, chip_of(workload), jitted.lower, cache, plan.compiler_options)
+    return Row(workload.name, plan.name, plan.mesh, False, found, file=path.name)
+
+
+def chip_of(workload: Workload) -> str:
+    return workload.target.partition(":")[0]
+
+
+def rows_of(workload: Workload, hand: int, cache: pathlib.Path) -> Iterator[Row]:
+    yield from ours(workload, cache)
+    args = workload.arguments()
+    program = trace(workload.step, args, donate_argnums=workload.donate_argnums)
+    for plan in hand_plans(workload)[:hand]:
+        yield by_hand(workload, plan, program, cache)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", default="", help="workloads, comma-separated")
+    parser.add_argument("--hand", type=int, default=100, help="hand plans a workload")
+    parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
+    args = parser.parse_args()
+    args.cache.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
+    wanted = [name.strip() for name in args.only.split(",") if name.strip()]
+    chosen = [w for w in WORKLOADS if not wanted or w.name in wanted]
+    store = RESULTS / "plan_quality.json"
+    console = Console(soft_wrap=True)
+    with Progress(console=console) as progress:
+        task = progress.add_task("plans", total=sum(3 + len(hand_plans(w)[: args.hand]) for w in chosen))
+        for workload in chosen:
+            rows = []
+            for row in rows_of(workload, args.hand, args.cache):
+                rows.append(row)
+                progress.advance(task)
+                console.print(line(row))
+                save(store, workload.name, rows)
+                write_table(json.loads(store.read_text()), RESULTS)
+
+
+def line(row: Row) -> str:
+    c = row.compiled
+    if c.refused or c.step_s is None:
+        return f"{row.workload} | {row.plan} | {row.mesh} | {c.refused[:120]}"
+    predicted = f", predicted {row.predicted_s * 1e3:.2f} ms" if row.predicted_s else ""
+    return (
+        f"{row.workload} | {row.plan} | {row.mesh} | {c.step_s * 1e3:.2f} ms (exposed "
+        f"{(c.exposed_s or 0) * 1e3:.2f}), {(c.peak_bytes or 0) / 2**30:.2f} GiB{predicted}, "
+        f"compiled in {c.compile_s:.0f} s {row.file}"
+    )
+
+
+def save(store: pathlib.Path, workload: str, rows: list[Row]) -> None:
+    """Replaces the rows of a workload that are made anew, keeps the others."""
+    kept = json.loads(store.read_text()) if store.exists() else []
+    made = {(r.plan, r.mesh) for r in rows}
+    kept = [r for r in kept if r["workload"] != workload or (r["plan"], r["mesh"]) not in made]
+    store.write_text(json.dumps(kept + [dataclasses.asdict(r) for r in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

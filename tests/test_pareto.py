@@ -1,0 +1,49 @@
+"""Memory against time: less memory never makes a plan faster, and every plan is right."""
+
+import jax
+import numpy as np
+import pytest
+
+import autoshard
+from models import gpt, mlp
+from tests.plans import QUICK, run
+
+
+def on_one_device(module):
+    return jax.jit(module.train_step, compiler_options=QUICK)(*module.init("tiny"))
+
+
+@pytest.mark.parametrize("module", [mlp, pytest.param(gpt, marks=pytest.mark.slow)])
+def test_the_frontier_falls_in_memory_and_rises_in_time_and_computes_the_same(module):
+    plans = autoshard.plan.pareto(
+        module.train_step,
+        *module.example_arguments("tiny"),
+        mesh="data=4,model=2",
+        hardware="v5e",
+        donate_argnums=0,
+        points=5,
+    )
+    assert len(plans) >= 3, "a train step can trade memory for time"
+    for plan in plans:
+        assert plan.memory_limit_bytes is not None
+        assert plan.peak_bytes <= plan.memory_limit_bytes
+    for ample, tight in zip(plans, plans[1:], strict=False):
+        assert tight.memory_limit_bytes < ample.memory_limit_bytes
+        assert tight.peak_bytes < ample.peak_bytes
+        assert tight.step_time_s > ample.step_time_s
+    wanted = jax.tree.leaves(on_one_device(module))
+    for plan in plans:
+        found = jax.tree.leaves(run(plan.jit(module.train_step), module.init("tiny")))
+        for x, y in zip(found, wanted, strict=True):
+            x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+            assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y) + 1e-6
+
+
+def test_below_the_least_memory_of_the_frontier_nothing_fits():
+    where = dict(mesh="data=4,model=2", hardware="v5e", donate_argnums=0)
+    arguments = mlp.example_arguments("tiny")
+    least = autoshard.pareto(mlp.train_step, *arguments, points=3, **where)[-1]
+    with pytest.raises(autoshard.InfeasibleError):
+        autoshard.plan(
+            mlp.train_step, *arguments, memory_limit_bytes=0.9 * least.peak_bytes, **where
+        )
