@@ -71,7 +71,7 @@ def ours(workload: Workload, cache: pathlib.Path) -> Iterator[Row]:
         plans.append((plan, devices, time.perf_counter() - start))
     for plan, devices, plan_s in sorted(plans, key=lambda p: p[0].objective_s):
         emitted = dataclasses.replace(plan, collectives=(), live_at_peak=(), known=())
-        key = f"{workload} {workload.sizes} {emitted.constraints} {emitted.arguments}"
+        key = f"{workload} {workload.sizes} {plan.mesh} {emitted.arguments}"
         key += str(plan.constraints.operands) + str(plan.constraints.results)
         found, path = compiled(
             key + str(plan.constraints.scatters), devices, chip_of(workload),
