@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard import cost, emit, planning, shapes
 from autoshard.baselines import baselines
+from autoshard.check import Check, check
 from autoshard.fitting import fitted
 from autoshard.hardware import Hardware
 from autoshard.jitted import JittedFunction, PlannedFunction
@@ -14,6 +16,7 @@ from autoshard.meshes import MeshLike
 from autoshard.pareto import frontier
 from autoshard.plan import Plan
 from autoshard.problem import Solution
+from autoshard.refine import Attempt, refined
 from autoshard.rules import rules_for
 from autoshard.stages import Stages
 from autoshard.trace import Program, auto_axes, trace
@@ -30,9 +33,10 @@ def plan(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     time_limit_s: float = 60.0,
+    refine: int = 0,
     kwargs: dict[str, Any] | None = None,
 ) -> Plan:
-    """Decides how `fn(*args, **kwargs)` is sharded; nothing is allocated, compiled or run.
+    """Decides how `fn(*args, **kwargs)` is sharded; nothing is allocated or run.
 
     Args:
       args: pytrees of arrays or jax.ShapeDtypeStruct.
@@ -45,6 +49,9 @@ def plan(
         is free.
       donate_argnums, static_argnums: as of jax.jit.
       time_limit_s: a safety net for the solver; plans do not depend on it unless it strikes.
+      refine: compile the best few plans, correct the costs that were off and solve again, so many
+        times at most; the fastest compiled plan is returned. Needs devices, real or of a machine
+        named by `mesh`. 0: nothing is compiled.
 
     Raises:
       MeshError, HardwareError, PinError, ArgumentError: bad input; the message says what was
@@ -61,7 +68,7 @@ def plan(
         static_argnums=planning.numbers(static_argnums),
         time_limit_s=time_limit_s,
     )
-    return _planned(fn, args, kwargs or {}, mesh, options).plan
+    return _planned(fn, args, kwargs or {}, mesh, options, refine).plan
 
 
 def jit(
@@ -142,7 +149,8 @@ def pareto(
     fastest = _planned(fn, args, kwargs or {}, mesh, options)
     stages = Stages(f"memory against time of {fastest.plan.program}")
     with stages.line(), auto_axes():
-        priced = _priced(fastest.program, fastest.target, options, stages)
+        where = fastest.plan.devices if fastest.plan.devices is not None else fastest.plan.mesh
+        priced = _priced(fastest.program, planning.target(where, options), options, stages)
         with stages.stage("solve"):
             found = frontier(priced.choices, priced.known, points, time_limit_s)
         plans = [_plan_of(priced, solution, stages) for _, solution in found]
@@ -156,9 +164,14 @@ setattr(plan, "pareto", pareto)  # noqa: B010 (a function's attribute, which typ
 
 
 def _planned(
-    fn: Callable, args: tuple, kwargs: dict, mesh: MeshLike | int | None, options: planning.Options
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    mesh: MeshLike | int | None,
+    options: planning.Options,
+    refine: int = 0,
 ) -> planning.Planned:
-    """Plans for the mesh, or for every candidate, keeping the fastest."""
+    """Plans for the mesh, or for every candidate, keeping the fastest, or the fastest compiled."""
     stages = Stages(f"planning {getattr(fn, '__name__', 'function')}")
     with stages.line(), auto_axes():
         with stages.stage("trace"):
@@ -170,15 +183,40 @@ def _planned(
                 options.donate_argnums,
                 options.donate_argnames,
             )
+        attempts: list[Attempt] = []
 
         def plan_on(target: planning.Target, cutoff_s: float) -> planning.Planned:
             priced = _priced(program, target, options, stages)
-            with stages.stage("solve"):
-                solution = fitted(priced.choices, priced.known, options.time_limit_s, cutoff_s)
-            plan = _plan_of(priced, solution, stages)
-            return planning.Planned(plan, fn, priced.program, target, options.static_argnums)
+            attempt = _solved(priced, options, stages, cutoff_s)
+            attempts.append(attempt)
+            return planning.Planned(attempt.plan, fn, priced.program, options.static_argnums)
 
-        return shapes.fastest(mesh, options, plan_on)
+        def check_of(plan: Plan) -> Check:
+            with stages.stage("compile"):
+                return check(plan, fn, args, kwargs, static_argnums=options.static_argnums)
+
+        fastest = shapes.fastest(
+            mesh, options, plan_on if not refine else lambda t, _: plan_on(t, math.inf)
+        )
+        if not refine:
+            return fastest
+        attempts.sort(key=lambda a: a.plan.objective_s)
+        best = refined(attempts, refine, check_of, lambda p: _solved(p, options, stages))
+        best = dataclasses.replace(
+            best, tried=fastest.plan.tried, stages=tuple(stages.times.items())
+        )
+        return dataclasses.replace(fastest, plan=best)
+
+
+def _solved(
+    priced: planning.Priced,
+    options: planning.Options,
+    stages: Stages,
+    cutoff_s: float = math.inf,
+) -> Attempt:
+    with stages.stage("solve"):
+        solution = fitted(priced.choices, priced.known, options.time_limit_s, cutoff_s)
+    return Attempt(priced, solution, _plan_of(priced, solution, stages))
 
 
 def _priced(

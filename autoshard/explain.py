@@ -1,5 +1,6 @@
 """A plan as text: who is sharded how, what it costs, what moves, where memory peaks."""
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,12 @@ def text(plan: "Plan") -> str:
         lines += ["", f"nothing is split over {', '.join(idle)}: fewer devices would do as well"]
     if plan.tried:
         lines += ["", "other meshes", *(f"  {name}: {why}" for name, why in plan.tried)]
+    if plan.compiled:
+        lines += ["", "plans compiled, step predicted and from the compiled schedule"]
+        lines += [
+            f"  {seconds_text(a):>10}  {seconds_text(b) if b < math.inf else 'refused':>10}  {name}"
+            for name, a, b in plan.compiled
+        ]
     if plan.stages:
         lines += ["", "planning: " + ", ".join(f"{name} {s:.2f} s" for name, s in plan.stages)]
     return "\n".join(lines)

@@ -106,9 +106,7 @@ def _solve(
     weight_s = TIES * problem.objective_s(start) / max(float(ties), 1.0)
     tied = dataclasses.replace(choices.with_ties(weight_s), usage_limit_bytes=limit)
     fitting = [h for h in hints if limit is None or problem.peak_bytes(h) <= limit]
-    solution = solve(
-        tied, time_limit_s=time_limit_s, hints=fitting, gap=GAP, cutoff_s=cutoff_s
-    )
+    solution = solve(tied, time_limit_s=time_limit_s, hints=fitting, gap=GAP, cutoff_s=cutoff_s)
     if not solution.choices:
         return solution
     objective_s = problem.objective_s(solution.choices)

@@ -74,6 +74,9 @@ class Plan:
     memory_limit_bytes: float | None
     known: tuple[tuple[str, float, float], ...]  # known plans: name, objective_s, peak_bytes
     tried: tuple[tuple[str, str], ...] = ()  # other meshes, and why they lose
+    compiled: tuple[tuple[str, float, float], ...] = ()
+    """Plans that were compiled to refine this one: mesh, step predicted and compiled, inf where the
+    compiler refuses."""
     stages: tuple[tuple[str, float], ...] = dataclasses.field(default=(), compare=False)
     trees: tuple[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
     devices: Mesh | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -312,4 +315,5 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         status=Status[data["status"]],
         known=tuple((str(n), float(s), float(b)) for n, s, b in data["known"]),
         tried=tuple((str(n), str(why)) for n, why in data.get("tried", ())),
+        compiled=tuple((str(n), float(a), float(b)) for n, a, b in data.get("compiled", ())),
     )

@@ -254,7 +254,6 @@ class Planned:
     plan: Plan
     fn: Callable
     program: Program
-    target: Target
     static_argnums: tuple[int, ...]
 
     def function(self) -> PlannedFunction:

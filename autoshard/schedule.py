@@ -59,6 +59,7 @@ class Transfer:
 @dataclasses.dataclass(frozen=True)
 class Compute:
     cycles: int
+    source: str | None = None  # file and line that it comes from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +267,7 @@ class _Reader:
                 index = self._add(kind, instruction, inner, trips, phase is not None, wrappers)
                 yield Start(index, _chain(instruction)) if phase else Blocking(index)
         if cycles:
-            yield Compute(cycles)
+            yield Compute(cycles, self.module.source(i))
         for _, instruction, _, phase, _ in found:
             if phase == "AsyncCollectiveDone":
                 yield Done(_chain(instruction))

@@ -65,7 +65,9 @@ def fastest(
 
 def is_open(mesh: MeshLike | int | None) -> bool:
     """Returns whether the shape of the mesh is the planner's to choose."""
-    return mesh is None or (isinstance(mesh, int) and not isinstance(mesh, bool)) or _is_machine(mesh)
+    return (
+        mesh is None or (isinstance(mesh, int) and not isinstance(mesh, bool)) or _is_machine(mesh)
+    )
 
 
 def candidates(mesh: MeshLike | int | None, options: planning.Options) -> list[planning.Target]:

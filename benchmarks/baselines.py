@@ -20,9 +20,7 @@ def _transformers(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
     heads: Where = (("F", MODEL), ("K", MODEL), ("I", MODEL), ("V", MODEL))
     fsdp: Where = (("D", ALL), ("F", ALL))
     yield HandPlan("FSDP", line, (("B", ALL),), fsdp, least=LEAST)
-    yield HandPlan(
-        "FSDP, no windows", line, (("B", ALL),), fsdp, least=LEAST, windowed=False
-    )
+    yield HandPlan("FSDP, no windows", line, (("B", ALL),), fsdp, least=LEAST, windowed=False)
     yield HandPlan("ZeRO-1", line, (("B", ALL),), (), fsdp, LEAST)
     yield HandPlan("data parallel", line, (("B", ALL),))
     for mesh in wide:
@@ -34,9 +32,7 @@ def _transformers(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
             "FSDP, sequence split", mesh, (("B", DATA), ("S", MODEL)), (("D", ALL),), least=LEAST
         )
     for mesh in wide:
-        yield HandPlan(
-            "FSDP + TP", mesh, (*heads, ("B", DATA)), (*heads, ("D", DATA)), least=LEAST
-        )
+        yield HandPlan("FSDP + TP", mesh, (*heads, ("B", DATA)), (*heads, ("D", DATA)), least=LEAST)
         yield HandPlan(
             "HSDP, no windows", mesh, (("B", ALL),), (("D", MODEL),), (("D", MODEL),), LEAST,
             windowed=False,
@@ -56,16 +52,12 @@ def _experts(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
     yield HandPlan("FSDP", meshes[0], (("B", ALL),), fsdp, least=LEAST)
     for mesh in meshes[1:]:
         experts: Where = (("E", MODEL), ("B", ALL))
-        yield HandPlan(
-            "experts + FSDP", mesh, experts, (("E", MODEL), ("D", ALL)), least=LEAST
-        )
+        yield HandPlan("experts + FSDP", mesh, experts, (("E", MODEL), ("D", ALL)), least=LEAST)
         yield HandPlan("experts, rest replicated", mesh, experts, (("E", MODEL),), least=LEAST)
         yield HandPlan(
             "experts + ZeRO-1", mesh, experts, (("E", MODEL),), (("E", MODEL), ("D", ALL)), LEAST
         )
-        yield HandPlan(
-            "FSDP + TP", mesh, (*heads, ("B", DATA)), (*heads, ("D", DATA)), least=LEAST
-        )
+        yield HandPlan("FSDP + TP", mesh, (*heads, ("B", DATA)), (*heads, ("D", DATA)), least=LEAST)
         yield HandPlan(
             "FSDP + TP + sequence", mesh, (*heads, ("B", DATA), ("S", MODEL)),
             (*heads, ("D", DATA)), least=LEAST,
@@ -87,9 +79,7 @@ def _tables(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
                 "rows over one axis, columns over the other", mesh, batch,
                 (("V", DATA), ("D", MODEL)), least=10_000_000,
             )  # fmt: skip
-            yield HandPlan(
-                "columns over one axis", mesh, batch, (("D", MODEL),), least=10_000_000
-            )
+            yield HandPlan("columns over one axis", mesh, batch, (("D", MODEL),), least=10_000_000)
     yield HandPlan("data parallel", meshes[0], batch)
     yield HandPlan("ZeRO-1", meshes[0], batch, (), (("V", ALL),), LEAST)
 
@@ -124,9 +114,7 @@ def _serving(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
             "batch of the cache, hidden of the MLP", mesh,
             (("F", ALL), ("V", ALL), ("B", ALL)), (("F", ALL), ("V", ALL)),
         )  # fmt: skip
-        yield HandPlan(
-            "KV heads and positions split", mesh, (*heads, ("T", DATA)), heads
-        )
+        yield HandPlan("KV heads and positions split", mesh, (*heads, ("T", DATA)), heads)
 
 
 _KINDS = {"moe": _experts, "dlrm": _tables, "unet": _images, "decode": _serving}

@@ -101,17 +101,46 @@ class HandJit:
             if op.primitive not in _HEAVY + _WHOLE_OPERANDS:
                 continue
             axes = self._factor_axes(op, rule)
+            if op.primitive in _WHOLE_OPERANDS:
+                self._look_up(op, rule, axes, operands, results)
+                continue
             for k, value in enumerate(op.operands):
-                if value is not None and value.shape and op.primitive in _HEAVY:
+                if value is not None and value.shape:
                     operands[op.path, k] = (self._projected(rule.operands[k], rule, axes),)
             made = op.results[0]
             if self._is_gradient(op, rule):
                 where = self.plan.storage if self.plan.states is None else self.plan.states
                 spread = self._spread(self.names.of(made), made.shape, where, self.plan.least)
                 results[op.path, 0] = (spread,)
-            elif op.primitive != "scatter-add":
+            else:
                 results[op.path, 0] = (self._result(op, rule, axes),)
         return Constraints(operands, results)
+
+    def _look_up(self, op: Op, rule: Rule, axes, operands: dict, results: dict) -> None:
+        """Rows are looked up and added where the table lies, then go to who needs them.
+
+        With columns split that is one all-to-all of the rows; with rows split or a whole table the
+        partitioner's way is the usual one.
+        """
+        table = op.operands[0] if op.primitive == "gather" else op.results[0]
+        if table is None or len(table.shape) != 2:
+            return
+        where = self.plan.storage
+        if op.primitive != "gather" and self.plan.states is not None:
+            where = self.plan.states
+        names = self.names.of(op.operands[0])
+        if op.primitive != "gather":
+            names = ("V", "D")
+        stored = self._spread(names, table.shape, where, self.plan.least)
+        rows = op.results[0] if op.primitive == "gather" else op.operands[2]
+        column: tuple[Axes, ...] = (*((),) * (len(rows.shape) - 1), stored.dims[1])
+        if op.primitive == "gather":
+            made = self._result(op, rule, axes)
+            split = (Sharding(column), made) if any(column) else (made,)
+            results[op.path, 0] = split
+        elif not stored.is_replicated:
+            operands[op.path, 2] = (Sharding(column),)
+            results[op.path, 0] = (stored,)
 
     def _stored(self, i: int, value: Value) -> Sharding:
         """State is split as it is stored, the batch as it is computed with."""
@@ -126,9 +155,7 @@ class HandJit:
         names = self.names.of(value)
         return self._spread(names, value.shape, self.plan.compute) if "B" in names else None
 
-    def _spread(
-        self, names: Names, shape: Sequence[int], where: Where, least: int = 0
-    ) -> Sharding:
+    def _spread(self, names: Names, shape: Sequence[int], where: Where, least: int = 0) -> Sharding:
         dims: list[Axes] = [()] * len(shape)
         size = 1
         for n in shape:
@@ -182,9 +209,7 @@ class HandJit:
     def _is_gradient(self, op: Op, rule: Rule) -> bool:
         """Whether the result is a weight's gradient: the batch was summed over."""
         letters = self.names.factors(op, rule)
-        summed = {
-            letters[f] for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCE
-        }
+        summed = {letters[f] for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCE}
         made = self.names.of(op.results[0])
         return "B" in summed and not any(b in made for b in _BATCH)
 
@@ -208,7 +233,9 @@ class _Names:
         self.ops: list[tuple[Op, Rule | None]] = []
         inputs = {f"in{i}": v for i, v in enumerate(program.inputs)}
         leaves = [op for op in program.graph.leaves() if op.kind is Kind.LEAF]
-        rules = dict(zip((op.path for op in leaves), rules_for([o.eqn for o in leaves]), strict=True))
+        rules = dict(
+            zip((op.path for op in leaves), rules_for([o.eqn for o in leaves]), strict=True)
+        )
         for op in program.graph.leaves():
             rule = rules[op.path] if op.kind is Kind.LEAF else None
             self.ops.append((op, rule))
@@ -258,6 +285,8 @@ def unnamed(program: Program, model: str) -> Iterator[str]:
     for op, rule in names.ops:
         if rule is not None and op.primitive in _HEAVY:
             letters = names.factors(op, rule)
-            lost = [n for n, letter in zip(rule.sizes, letters, strict=True) if not letter and n > 1]
+            lost = [
+                n for n, letter in zip(rule.sizes, letters, strict=True) if not letter and n > 1
+            ]
             if lost:
                 yield f"{op.path} {op.primitive} {rule} {lost} {letters} at {op.source}"

@@ -87,7 +87,9 @@ def by_hand(workload: Workload, plan: HandPlan, program, cache: pathlib.Path) ->
     devices = aot.mesh(workload.target, MeshShape.parse(plan.mesh))
     jitted = HandJit(program, workload.model, plan, devices)
     key = f"{workload} {workload.sizes} {plan!r} {jitted.constraints()!r}"
-    found, path = compiled(key, devices, chip_of(workload), jitted.lower, cache, plan.compiler_options)
+    found, path = compiled(
+        key, devices, chip_of(workload), jitted.lower, cache, plan.compiler_options
+    )
     return Row(workload.name, plan.name, plan.mesh, False, found, file=path.name)
 
 
@@ -112,11 +114,14 @@ def main() -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
     RESULTS.mkdir(exist_ok=True)
     wanted = [name.strip() for name in args.only.split(",") if name.strip()]
-    chosen = [w for w in WORKLOADS if not wanted or w.name in wanted]
+    named = {w.name: w for w in WORKLOADS}
+    chosen = [named[name] for name in wanted or named]
     store = RESULTS / "plan_quality.json"
     console = Console(soft_wrap=True)
     with Progress(console=console) as progress:
-        task = progress.add_task("plans", total=sum(3 + len(hand_plans(w)[: args.hand]) for w in chosen))
+        task = progress.add_task(
+            "plans", total=sum(3 + len(hand_plans(w)[: args.hand]) for w in chosen)
+        )
         for workload in chosen:
             rows = []
             for row in rows_of(workload, args.hand, args.cache):

@@ -62,9 +62,11 @@ _TABLES = (4_000_000, 2_000_000, 1_000_000, 400_000, 100_000, 100_000, 40_000, 1
 
 WORKLOADS = (
     Workload("GPT 1B", "gpt", "1b", "v5e:4x4"),
-    Workload("DLRM", "dlrm", "criteo", "v5e:2x4", {"tables": _TABLES, "width": 64, "batch": 32_768}),
+    Workload("DLRM", "dlrm", "criteo", "v5e:2x4",
+             {"tables": _TABLES, "width": 64, "batch": 32_768}),
     Workload("MoE", "moe", "8x7b", "v6e:4x4",
-             {"layers": 8, "width": 2048, "hidden": 4096, "heads": 16, "batch": 64, "length": 2048}),
+             {"layers": 8, "width": 2048, "hidden": 4096, "heads": 16, "batch": 64,
+              "length": 2048}),
     Workload("decode", "decode", "1b", "v5e:2x4", {"batch": 128}),
     Workload("long context", "gpt", "1b", "v5e:4x4", {"batch": 4, "length": 8192}),
     Workload("ViT-L", "vit", "l16", "v5e:2x4", {"batch": 512}),

@@ -27,6 +27,7 @@ fitting meshes pins stages
 pareto jitted planning
 hlo hlo_loops hlo_collectives schedule inspect aot calibrate
 shapes check
+refine
 api
 __init__
 cli
