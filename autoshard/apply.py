@@ -128,8 +128,10 @@ class _Evaluation:
         if nested is not None:
             return nested(self, eqn, args, path)
         args = [self.operand(x, path, k) for k, x in enumerate(args)]
-        if eqn.primitive.name == "dynamic_slice":
+        if eqn.primitive.name in _SLICED:
             args = _in_bounds(eqn, args)
+        elif eqn.primitive.name.startswith(("gather", "scatter")):
+            args[1] = _wide(args[1])
         scatter = self.constraints.scatters.get(path)
         outs = _bind(eqn, args, eqn.params) if scatter is None else self.blocks(eqn, args, scatter)
         if eqn.primitive.name == "mul" and self.is_one_integer_a_device(outs[0]):
@@ -259,17 +261,30 @@ def _bind(eqn: jex.JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> 
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def _in_bounds(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Clamps the starts of a dynamic_slice, as it would itself.
+# The operand whose shape the slice has; None: the parameters say it. Then come the starts.
+_SLICED = {"dynamic_slice": None, "dynamic_update_slice": 1}
 
-    XLA 0.10.2 merges it with the slice that a resharding puts behind it, and then clamps too late.
+
+def _in_bounds(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Clamps the starts of a slice, as it would itself.
+
+    XLA 0.10.2 merges a dynamic_slice with the slice that a resharding puts behind it, and then
+    clamps too late; a dynamic_update_slice of a sharded dim it does not clamp at all.
     """
-    x, *starts = args
-    for k, size in enumerate(eqn.params["slice_sizes"]):
-        dtype = getattr(eqn.invars[1 + k].aval, "dtype", np.int32)
-        low, high = np.zeros((), dtype), np.array(x.shape[k] - size, dtype)
-        starts[k] = jax.lax.clamp(low, starts[k], high)
-    return [x, *starts]
+    which = _SLICED[eqn.primitive.name]
+    sizes = eqn.params["slice_sizes"] if which is None else args[which].shape
+    first = len(args) - len(sizes)
+    starts = [_wide(x) for x in args[first:]]
+    for k, (n, size) in enumerate(zip(args[0].shape, sizes, strict=True)):
+        dtype = jnp.result_type(starts[k])
+        starts[k] = jax.lax.clamp(np.zeros((), dtype), starts[k], np.array(n - size, dtype))
+    return [*args[:first], *starts]
+
+
+def _wide(index: Any) -> Any:
+    """Returns an index in which XLA can count: in 8 bits it overflows, and reads anywhere."""
+    dtype = jnp.result_type(index)
+    return jax.lax.convert_element_type(index, np.int32) if dtype.itemsize < 4 else index
 
 
 def _retrace(body: Callable, closed: Any) -> jex.ClosedJaxpr:

@@ -27,8 +27,13 @@ from autoshard.topology import Topology
 from autoshard.trace import Program, trace
 
 SIZES = {"8": (8,), "4x2": (4, 2), "2x2x2": (2, 2, 2)}
-# Programs this small are not worth XLA's time.
-QUICK: dict[str, bool | str] = {"xla_backend_optimization_level": "0"}
+# Programs this small are not worth XLA's time; its newer code generator takes most of it.
+QUICK: dict[str, bool | str | int] = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_use_fusion_emitters": False,
+}
 
 
 @functools.cache

@@ -177,7 +177,7 @@ def reduce(p: RandomProgram):
         ]
     )  # fmt: skip
     a = p.pick(rank=1, exact=name in ("argmax", "any"))
-    if a is not None:
+    if a is not None and (p.avals[a].size or name in ("sum", "prod", "any", "softmax")):
         rank = len(p.avals[a].shape)
         dims = tuple(sorted(p.rng.sample(range(rank), p.rng.randint(1, min(2, rank)))))
         p.add(f"{name}{dims}", lambda x: fn(x, dims), [a], exact)

@@ -303,6 +303,39 @@ def test_a_start_out_of_bounds_is_clamped_before_it_is_resharded():
     check_random_plans(fn, (X, start), seeds=range(1, 12, 2))
 
 
+@pytest.mark.parametrize("start", [-9, -1, 5, 7, 9])
+def test_an_update_out_of_bounds_is_clamped(start):
+    """XLA 0.10.2 drops a dynamic_update_slice that starts behind the end of a sharded dim."""
+
+    def fn(x, row, i):
+        return lax.dynamic_update_slice(x, row, (i, 2)), lax.dynamic_update_slice(x, row, (0, i))
+
+    args = np.zeros((8, 8), np.float32), np.ones((1, 4), np.float32), np.int32(start)
+    check_random_plans(fn, args, range(6))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
+def test_a_narrow_index_into_a_long_dim(dtype):
+    """XLA 0.10.2 multiplies the number of a device and the size of a block in the index's type.
+
+    Even on one device it compares an int8 with a size of 512, and writes anywhere.
+    """
+    gathers = lax.GatherDimensionNumbers((1,), (), (0,))
+    scatters = lax.ScatterDimensionNumbers((1,), (), (0,))
+
+    def fn(x, i, many):
+        part = lax.dynamic_slice(x, (i,), (2,))
+        rows = lax.gather(x, many, gathers, (1,))
+        added = lax.scatter_add(x, many, rows * 2.0, scatters)
+        return part, rows, added, lax.dynamic_update_slice(x, part[:1] + 1, (i,))
+
+    def wide(x, i, many):
+        return fn(x, i.astype(np.int32), many.astype(np.int32))
+
+    x, many = np.arange(512, dtype=np.float32), np.arange(0, 128, 16, dtype)[:, None]
+    check_random_plans(fn, (x, dtype(100), many), range(6), reference=wide)
+
+
 def test_an_integer_a_device_keeps_its_factor():
     """XLA 0.10.2 makes dynamic_slice(dynamic_slice(x, i, 4) * 3, j, 1) lose the 3."""
     check_random_plans(lambda i: (i * 3, i * 3 + 1), (np.arange(8, dtype=np.int32),), range(40))
