@@ -122,6 +122,15 @@ def _aligned_window(eqn: JaxprEqn, rule: Rule) -> Rule:
     return rule
 
 
+def _shifted_where_padded(eqn: JaxprEqn, rule: Rule) -> Rule:
+    """Padding that leaves a dim's size as it was (-1 before, 1 behind) still moves its elements."""
+    padded = [d for d, p in enumerate(eqn.params["padding_config"]) if tuple(p) != (0, 0, 0)]
+    factors = [f for d in padded for f in (*rule.operands[0][d], *rule.results[0][d])]
+    return _with_kinds(
+        rule, {f: Kind.PERMUTE for f in factors if rule.kinds[f] is not Kind.REPLICATE}
+    )
+
+
 def _aligned_slice(eqn: JaxprEqn, rule: Rule) -> Rule:
     for d, start in enumerate(eqn.params["start_indices"]):
         stride = (eqn.params["strides"] or [1] * (d + 1))[d]
@@ -165,6 +174,7 @@ CORRECTIONS: dict[str, Callable[[JaxprEqn, Rule], Rule]] = {
     "cumlogsumexp": _whole_along_axis,
     "dynamic_update_slice": _whole_where_updated,
     "conv_general_dilated": _convolution,
+    "pad": _shifted_where_padded,
     "reduce_window": _aligned_window,
     "reduce_window_sum": _aligned_window,
     "reduce_window_max": _aligned_window,

@@ -314,6 +314,15 @@ def test_an_update_out_of_bounds_is_clamped(start):
     check_random_plans(fn, args, range(6))
 
 
+def test_padding_that_keeps_the_size_moves_elements():
+    """XLA 0.10.2 aborts where a dim that is dilated and cut to its old size is sharded."""
+
+    def fn(x):
+        return lax.pad(x, jnp.float32(0.5), ((-1, 0, 1), (1, -1, 0))) + 1.0
+
+    check_random_plans(fn, (np.ones((2, 4), np.float32),), range(8))
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
 def test_a_narrow_index_into_a_long_dim(dtype):
     """XLA 0.10.2 multiplies the number of a device and the size of a block in the index's type.

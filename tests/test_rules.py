@@ -50,6 +50,11 @@ TABLE = [
         ["i j, . -> i j {i=6:permute, j=6}"],
     ),
     (
+        lambda x: lax.pad(x, 0.0, ((-1, 1, 0), (0, 0, 0))),
+        (f32(4, 6),),
+        ["i j, . -> i j {i=4:permute, j=6}"],
+    ),
+    (
         lambda x, y: jnp.concatenate([x, y]),
         (f32(4, 6), f32(2, 6)),
         ["i j, i j -> i j {i=6:replicate, j=6}"],
