@@ -45,16 +45,16 @@ def constraints(choices: Choices, solution: Sequence[int]) -> Constraints:
         if op.kind not in (Kind.READ, Kind.CONST, Kind.OUTPUT):
             for k, value in enumerate(op.results):
                 if value.shape and _can_constrain(value.dtype):
-                    results[op.path, k] = _reached(op, strategy, k)
+                    results[op.path, k] = reached(op, strategy, k)
         for k, steps in _reshards(choices, solution, i, op):
             operands[op.path, k] = tuple(step.after for step in steps)
-        scatter = _scatter(op, strategy)
-        if scatter is not None:
-            scatters[op.path] = scatter
+        by_hand = scatter(op, strategy)
+        if by_hand is not None:
+            scatters[op.path] = by_hand
     return Constraints(operands, results, scatters)
 
 
-def _reached(op: Op, strategy: Strategy, k: int) -> tuple[Sharding, ...]:
+def reached(op: Op, strategy: Strategy, k: int) -> tuple[Sharding, ...]:
     """Returns the chain of a result: combined first where XLA is to scatter it.
 
     Asked for both at once, XLA 0.10.2 sums wrongly where a scattered dim is already sharded.
@@ -64,7 +64,7 @@ def _reached(op: Op, strategy: Strategy, k: int) -> tuple[Sharding, ...]:
     return (strategy.results[k],)
 
 
-def _scatter(op: Op, strategy: Strategy) -> Scatter | None:
+def scatter(op: Op, strategy: Strategy) -> Scatter | None:
     """Returns how to reduce-scatter an operation's result by hand, or None to leave it to XLA.
 
     Asked for by constraints alone, the TPU partitioner makes either a loop of permutes (a windowed

@@ -210,6 +210,7 @@ def _moves() -> Iterator[Program]:
     yield Program(lambda x: jnp.split(x, 2, 1), (x,))
     yield Program(lambda x: jnp.pad(x, ((1, 1), (0, 8))), (x,))
     yield Program(lambda x: lax.pad(x, 0.0, ((0, 0, 1), (0, 0, 0))), (x,))
+    yield Program(lambda x: lax.pad(x, 0.0, ((-1, 1, 0), (0, 0, 0))), (x,))
     yield Program(lambda x, y: (jnp.concatenate([x, y, x], 1), jnp.stack([x, y], 1)), (x, x))
     yield Program(lambda x: jnp.tile(x, (2, 3)), (x,))
     yield Program(

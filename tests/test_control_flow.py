@@ -341,7 +341,7 @@ def test_random_plan(name):
     check_random_plans(ALL[name], (M, X), seeds=[list(ALL).index(name)])
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_ten_random_plans(name):
     check_random_plans(ALL[name], (M, X), seeds=range(100, 110))

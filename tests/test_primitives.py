@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import primitives
-from tests import rule_programs
+from tests import rule_programs, shardy_table
 from tests.rule_programs import f32, primitive_table, table_text
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "primitives.md"
+SHARDY = DOCS.with_name("shardy.md")
 
 
 @pytest.fixture(scope="module")
@@ -38,52 +39,55 @@ def test_docs_hold_the_table(table):
     )
 
 
-# Where our rule is not what Shardy propagates for the lowered operation, and why.
-WRITTEN_BECAUSE = {
-    "top_k": "lowered to an operation that Shardy has no rule for",
-    "ragged_dot_general": "lowered to an operation that Shardy has no rule for",
-    "optimization_barrier": "Shardy lets shardings through without a rule",
-    "igamma": "a loop until all converge hides that elements are independent",
-    "igammac": "a loop until all converge hides that elements are independent",
-    "igamma_grad_a": "a loop until all converge hides that elements are independent",
-    "regularized_incomplete_beta": "a loop until all converge hides that elements are independent",
-    "random_gamma": "a loop until all are drawn hides that elements are independent",
-}
+@pytest.fixture(scope="module")
+def lines():
+    return shardy_table.lines()
 
 
-def test_shardy_has_no_rule_where_we_wrote_one():
+def test_docs_hold_our_rules_beside_shardys(lines):
+    assert SHARDY.read_text() == shardy_table.table_text(lines), (
+        "run python -m tests.shardy_table > docs/shardy.md"
+    )
+
+
+def test_shardy_has_no_rule_where_we_wrote_one(lines):
     """A rule of ours is there because Shardy's is missing or has nothing to shard."""
-    checked = set()
-    for eqn, _ in rule_programs.ruled_equations():
-        if eqn.primitive.name in primitives.RULES:
-            (rule,) = primitives_shardy([eqn])
-            assert rule is None or rule.is_replicated, eqn.primitive.name
-            checked.add(eqn.primitive.name)
-    assert checked == set(WRITTEN_BECAUSE)
+    written = [line for line in lines if line.primitive in primitives.RULES]
+    assert {line.verdict for line in written} <= {"no rule", "replicated", "the same"}
 
 
-def test_corrections_only_change_kinds_where_shardy_and_the_compiler_differ():
+def test_corrections_only_change_kinds_where_shardy_and_the_compiler_differ(lines):
     """The factors of a corrected rule are Shardy's, but for the place within a stride."""
-    for eqn, rule in rule_programs.ruled_equations():
-        if eqn.primitive.name in primitives.CORRECTIONS:
-            (shardy,) = primitives_shardy([eqn])
-            assert shardy is not None
-            for ours, theirs in zip(
-                rule.operands + rule.results, shardy.operands + shardy.results, strict=True
-            ):
-                assert [dim[:1] for dim in ours] == [dim[:1] for dim in theirs]
+    corrected = [line for line in lines if line.primitive in primitives.CORRECTIONS]
+    assert {line.primitive for line in corrected} == set(primitives.CORRECTIONS)
+    for line in corrected:
+        assert line.theirs is not None
+        for ours, theirs in zip(
+            line.ours.operands + line.ours.results,
+            line.theirs.operands + line.theirs.results,
+            strict=True,
+        ):
+            assert [dim[:1] for dim in ours] == [dim[:1] for dim in theirs]
+
+
+def test_a_correction_opens_only_what_needs_no_exchange(lines):
+    """Where we let a factor pass that Shardy does not, windows fit their strides."""
+    opened = {line.primitive for line in lines if shardy_table.frees(line)}
+    windows = {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"}
+    assert opened <= windows | {"slice", "conv_general_dilated"}
+
+
+def test_every_rule_of_ours_is_in_the_table(lines):
+    assert set(primitives.RULES) - {line.primitive for line in lines} == {
+        "sharding_constraint",
+        "device_put",
+    }, "what moves nothing and computes nothing has no lowering of its own"
 
 
 def test_identity_rules_of_pins_and_transfers():
     for name in ("sharding_constraint", "device_put"):
         (eqn,) = rule_programs.equations(lambda x: jax.lax.optimization_barrier(x), (f32(4, 2),))
         assert str(primitives.RULES[name](eqn)) == "i j -> i j {i=4, j=2}"
-
-
-def primitives_shardy(eqns):
-    from autoshard import shardy
-
-    return shardy.lowered_rules(eqns)
 
 
 def test_ragged_dot_of_other_dims_falls_back():

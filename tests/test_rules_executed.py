@@ -3,29 +3,31 @@
 It talks as the rule says: pass-through factors not at all, reductions to combine partial results.
 """
 
+import dataclasses
+import pathlib
 import random
-import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from autoshard.factors import Rule
-from autoshard.sharding import MeshShape
+from autoshard.factors import Kind, Rule
 from autoshard.strategies import Strategy, strategies
+from tests import rule_runs
 from tests.rule_programs import ruled_equations
-
-MESH = MeshShape.parse("a=2,b=2,c=2")
-COLLECTIVE = re.compile(
-    r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
+from tests.rule_runs import (
+    COLLECTIVE,
+    GATHERED_ON_CPU,
+    MESH,
+    allowed_collectives,
+    difference,
+    random_array,
+    tolerance,
 )
-# Compiled for the CPU, these become library calls that gather their batch; for the TPU they do not.
-GATHERED_ON_CPU = {"fft", "top_k", "tridiagonal_solve", "conv_general_dilated"}
-# Iterate until every element has converged: a scalar is reduced each round.
-ITERATED = {"igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta", "random_gamma"}
+
+DOCS = pathlib.Path(__file__).parent.parent / "docs" / "rules_executed.md"
 
 
 def compiled(eqn, strategy: Strategy, mesh: Mesh):
@@ -48,60 +50,13 @@ def compiled(eqn, strategy: Strategy, mesh: Mesh):
     return inner.lower(*avals).compile()
 
 
-def allowed_collectives(name: str, rule: Rule, strategy: Strategy) -> set[str]:
-    if name in ITERATED:
-        return {"all-reduce"}
-    if not strategy.reduced:
-        return set()
-    if rule.reduction == "gather":
-        return {"all-reduce", "all-gather"}
-    # With several axes the devices of index blocks are numbered in another order and swapped back.
-    return (
-        {"all-reduce", "collective-permute"}
-        if name.startswith(("gather", "scatter"))
-        else {"all-reduce"}
-    )
-
-
 def unplanned_collectives(eqn, rule: Rule, strategy: Strategy, text: str | None) -> list[str]:
-    found = COLLECTIVE.findall(text or "")
-    return [c for c in found if c not in allowed_collectives(eqn.primitive.name, rule, strategy)]
-
-
-def random_array(aval, rng: np.random.Generator):
-    """Returns an array most functions accept: floats in (0, 1), integers in 0, 1, 2."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        seeds = rng.integers(0, 100, aval.shape, dtype=np.int32)
-        return jax.vmap(jax.random.key)(seeds.reshape(-1)).reshape(aval.shape)
-    if jnp.issubdtype(aval.dtype, jnp.bool_):
-        return jnp.asarray(rng.random(aval.shape) < 0.5)
-    if jnp.issubdtype(aval.dtype, jnp.integer):
-        return jnp.asarray(rng.integers(0, 3, aval.shape)).astype(aval.dtype)
-    x = rng.random(aval.shape) * 0.9 + 0.05
-    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-        x = x + 1j * rng.random(aval.shape)
-    if len(aval.shape) > 1 and aval.shape[-1] == aval.shape[-2]:
-        x = x + aval.shape[-1] * np.eye(aval.shape[-1])  # well conditioned, for the linear algebra
-    return jnp.asarray(x.astype(np.complex64 if np.iscomplexobj(x) else np.float32)).astype(
-        aval.dtype
-    )
-
-
-def comparable(x) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return np.asarray(x if x.dtype.itemsize >= 4 else x.astype(jnp.float32))
-    return np.asarray(x.astype(jnp.int32) if x.dtype in (jnp.int4, jnp.uint4) else x)
+    allowed = allowed_collectives(eqn.primitive.name, rule, bool(strategy.reduced))
+    return [c for c in COLLECTIVE.findall(text or "") if c not in allowed]
 
 
 def assert_same(got, want) -> None:
-    tolerance = 1e-5 if want.dtype in (jnp.float32, jnp.complex64) else 2e-2
-    a, b = comparable(got), comparable(want)
-    if np.issubdtype(a.dtype, np.inexact):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-    else:
-        np.testing.assert_array_equal(a, b)
+    assert difference(got, want) <= tolerance(want)
 
 
 def is_pointwise(rule: Rule) -> bool:
@@ -170,9 +125,26 @@ def test_sampled_strategies_equal_one_device(eqns):
     assert failures(list(distinct.values()), count=1) == []
 
 
-@pytest.mark.nightly
-def test_strategies_equal_one_device(eqns):
-    assert failures(eqns, count=40) == []
+@pytest.mark.slow
+def test_every_strategy_equals_one_device(eqns):
+    found = rule_runs.rows(eqns)
+    assert [text for row in found.values() for text in row.failures] == []
+    wanted = DOCS.read_text().splitlines()
+    made = rule_runs.table_text(found).splitlines()
+    # The error is another one where sums have another order.
+    assert [line.rpartition(" | ")[0] for line in made] == [
+        line.rpartition(" | ")[0] for line in wanted
+    ], "run python -m tests.rule_runs > docs/rules_executed.md"
+
+
+def test_a_wrong_rule_is_found(eqns):
+    """A running sum does not pass along the dim that it runs over."""
+    eqn, rule = next((e, r) for e, r in eqns if e.primitive.name == "cumsum")
+    wrong = dataclasses.replace(rule, kinds=(Kind.PASS,) * len(rule.kinds))
+    (row,) = rule_runs.rows([(eqn, wrong)]).values()
+    assert any("talks by" in text for text in row.failures)
+    (row,) = rule_runs.rows([(eqn, rule)]).values()
+    assert row.failures == []
 
 
 def test_tpu_compiles_to_no_other_collectives(eqns):
