@@ -9,6 +9,7 @@ from typing import Any
 from autoshard import cost, emit, planning, shapes
 from autoshard.baselines import baselines
 from autoshard.check import Check, check
+from autoshard.explicit import explicit_mesh, traced
 from autoshard.fitting import fitted
 from autoshard.hardware import Hardware
 from autoshard.jitted import JittedFunction, PlannedFunction
@@ -19,7 +20,7 @@ from autoshard.problem import Solution
 from autoshard.refine import Attempt, refined
 from autoshard.rules import rules_for
 from autoshard.stages import Stages
-from autoshard.trace import Program, auto_axes, trace
+from autoshard.trace import Program, auto_axes
 
 
 def plan(
@@ -173,15 +174,17 @@ def _planned(
 ) -> planning.Planned:
     """Plans for the mesh, or for every candidate, keeping the fastest, or the fastest compiled."""
     stages = Stages(f"planning {getattr(fn, '__name__', 'function')}")
+    explicit = explicit_mesh(mesh)
     with stages.line(), auto_axes():
         with stages.stage("trace"):
-            program = trace(
+            program = traced(
                 fn,
                 args,
                 kwargs,
-                options.static_argnums,
-                options.donate_argnums,
-                options.donate_argnames,
+                explicit,
+                static_argnums=options.static_argnums,
+                donate_argnums=options.donate_argnums,
+                donate_argnames=options.donate_argnames,
             )
         attempts: list[Attempt] = []
 

@@ -79,10 +79,10 @@ def constrained(
       mesh: a mesh whose axes are all Auto, real or of ahead-of-time devices.
       carried: for each argument, the result that becomes it in the next call, or None.
     """
-    return lambda *args: _Evaluation(constraints, mesh).program(closed, args, carried)
+    return lambda *args: Evaluation(constraints, mesh).program(closed, args, carried)
 
 
-class _Evaluation:
+class Evaluation:
     def __init__(self, constraints: Constraints, mesh: jax.sharding.Mesh):
         self.constraints, self.mesh = constraints, mesh
 
@@ -249,10 +249,10 @@ class _Evaluation:
         return results
 
 
-_NESTED = {name: _Evaluation.call for name in CALLS} | {
-    "scan": _Evaluation.scan,
-    "while": _Evaluation.loop,
-    "cond": _Evaluation.branch,
+_NESTED = {name: Evaluation.call for name in CALLS} | {
+    "scan": Evaluation.scan,
+    "while": Evaluation.loop,
+    "cond": Evaluation.branch,
 }
 
 

@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.apply import constrained
 from autoshard.errors import MeshError, PlanError
+from autoshard.explicit import explicit_mesh, traced
 from autoshard.meshes import concrete_mesh, mesh_shape
 from autoshard.plan import Plan
-from autoshard.trace import Program, auto_axes, trace
+from autoshard.trace import Program, auto_axes
 
 
 class _OtherArguments(Exception):
@@ -29,11 +30,11 @@ class PlannedFunction:
         self,
         plan: Plan,
         fn: Callable,
-        mesh: Mesh,
+        mesh: Any,
         static_argnums: Sequence[int],
         program: Program | None,
     ):
-        self.plan, self.fn, self.mesh = plan, fn, mesh
+        self.plan, self.fn, self.given, self.mesh = plan, fn, mesh, concrete_mesh(mesh)
         self.static_argnums = tuple(static_argnums)
         self.program = program
         self._jitted: Callable | None = None
@@ -72,8 +73,11 @@ class PlannedFunction:
 
     def _build(self, args: tuple, kwargs: dict) -> Callable:
         plan = self.plan
+        explicit = explicit_mesh(self.given)
         with auto_axes():
-            program = self.program or trace(self.fn, args, kwargs, self.static_argnums)
+            program = self.program or traced(
+                self.fn, args, kwargs, explicit, static_argnums=self.static_argnums
+            )
         _check_program(plan, program)
         place = functools.partial(_named, self.mesh)
         in_leaves = [place(a.spec) for a in plan.arguments]
@@ -139,7 +143,7 @@ def planned_function(
     shape = mesh_shape(target)
     if shape != plan.mesh:
         raise MeshError(f"the plan is for mesh {plan.mesh}, got {shape}: plan again for that mesh")
-    return PlannedFunction(plan, fn, concrete_mesh(target), static_argnums, program)
+    return PlannedFunction(plan, fn, target, static_argnums, program)
 
 
 def _check_program(plan: Plan, program: Program) -> None:

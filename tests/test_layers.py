@@ -22,7 +22,7 @@ compose shardy primitives rules
 strategies trace
 cost
 baselines answer bound dual kernel peak prices reduce search solve
-apply emit explain plan
+apply emit explicit explain plan
 fitting meshes pins stages
 pareto jitted planning
 hlo hlo_loops hlo_collectives schedule inspect aot calibrate
@@ -45,6 +45,7 @@ FOREIGN = {
     "roofline": {"sharding", "meshes"},
     "liveness": {"sharding", "topology"},
     "apply": {"cost", "strategies", "solve"},
+    "explicit": {"cost", "strategies", "solve"},
     "plan": {"ortools", "solve"},
     "inspect": {"strategies", "solve"},
     "solve": {"jax", "graph", "cost", "strategies", "plan"},

@@ -1,5 +1,6 @@
 """Regions that are left alone: manual code, the user's own constraints, foreign calls, effects."""
 
+import contextlib
 import functools
 import warnings
 
@@ -145,6 +146,93 @@ def test_custom_partitioning():
 
     wanted = X @ W * 2.0 + np.sin(X)
     assert_same(autoshard.jit(fn, mesh=mesh_of("4x2"))(X, W), jnp.asarray(wanted))
+
+
+def by_reshard(x, w):
+    return jax.sharding.reshard(x @ w, P("a", "b")) + 1.0
+
+
+def by_out_sharding(x, w):
+    return jnp.einsum("ij,jk->ik", x, w, out_sharding=P("a", "b")) + 1.0
+
+
+def by_gather_and_iota(x, w):
+    rows = w.at[jnp.arange(8)].get(out_sharding=P("a", None))
+    return rows + lax.broadcasted_iota(jnp.float32, (8, 16), 0, out_sharding=P("a", None))
+
+
+def by_reshape(x, w):
+    return lax.reshape(x @ w, (128,), out_sharding=P("a")) * 2.0
+
+
+def by_auto_axes(x, w):
+    return jax.sharding.auto_axes(lambda x, w: x @ w, out_sharding=P("a", "b"))(x, w) + 1.0
+
+
+def in_a_scan(x, w):
+    def body(c, _):
+        c = jnp.einsum("ij,jk->ik", c, w, out_sharding=P("a", None))
+        return jax.sharding.reshard(jnp.tanh(c), P("a", "b")), None
+
+    return lax.scan(body, jax.sharding.reshard(x, P("a", "b")), None, length=3)[0]
+
+
+def under_a_gradient(x, w):
+    loss = jax.checkpoint(lambda w: jnp.sum(in_a_scan(x, w) ** 2))
+    return jax.value_and_grad(loss)(w)
+
+
+def under_a_mesh_of_its_own(x, w):
+    with jax.sharding.use_abstract_mesh(explicit_mesh().abstract_mesh):
+        return by_reshard(x, w)
+
+
+EXPLICIT = [by_reshard, by_out_sharding, by_gather_and_iota, by_reshape, by_auto_axes, in_a_scan]
+EXPLICIT += [under_a_gradient, under_a_mesh_of_its_own]
+
+
+def leaves(tree):
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
+
+
+@pytest.mark.parametrize("fn", EXPLICIT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("context", [True, False], ids=["in context", "by argument"])
+def test_explicit_sharding_inside(fn, context):
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        wanted = leaves(jax.jit(fn)(X, W))
+    with jax.set_mesh(mesh) if context else contextlib.nullcontext():
+        assert_same(leaves(autoshard.jit(fn, mesh=mesh)(X, W)), wanted)
+
+
+def test_an_explicit_sharding_is_a_pin():
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        plan = autoshard.plan(by_reshard, X, W, mesh=mesh)
+        assert P("a", "b") in [chain[-1].to_spec() for chain in plan.constraints.results.values()]
+        assert_same(leaves(plan.jit(by_reshard)(X, W)), leaves(jax.jit(by_reshard)(X, W)))
+
+
+def test_arguments_with_explicit_shardings():
+    """Their types hold while the program is traced, and are not pins."""
+    mesh = explicit_mesh()
+    x = jax.device_put(X, NamedSharding(mesh, P("a", "b")))
+    w = jax.device_put(W, NamedSharding(mesh, P("b", None)))
+    for over in (mesh, None):
+        with jax.set_mesh(mesh):
+            fn = manual(over)
+            wanted = leaves(jax.jit(fn)(x, w))
+            assert_same(leaves(autoshard.jit(fn, mesh=mesh)(x, w)), wanted)
+
+
+def test_what_explicit_axes_refuse_is_refused_with_a_note():
+    mesh = explicit_mesh()
+    x = jax.device_put(X, NamedSharding(mesh, P("a", "b")))
+    w = jax.device_put(W, NamedSharding(mesh, P("b", None)))
+    with jax.set_mesh(mesh), pytest.raises(Exception, match="ambiguous") as caught:
+        autoshard.jit(by_reshard, mesh=mesh)(x, w)
+    assert any("Explicit axes of" in note for note in caught.value.__notes__)
+    assert any(entry.name == "by_reshard" for entry in caught.traceback)
 
 
 def pallas_double(x):
