@@ -144,6 +144,18 @@ def overlaps(kind: Kind, topology: Topology, axes: Axes) -> bool:
     return all(link.overlaps and not (alone and link.kind == "ici") for link in links)
 
 
+def scatters(topology: Topology, axes: Axes) -> bool:
+    """Tells whether a reduce-scatter is compiled as one.
+
+    Over a whole slice of equal torus dims (v5e 4x4, v5p 2x2x2) the TPU compiler sums everything on
+    every device and slices; over 2x4, one dim or part of a slice it does not.
+    """
+    dims = [part for axis in axes for part in topology.parts(axis) if part[0] > 1]
+    torus = len(dims) > 1 and all(not link.switched for _, link in dims)
+    whole = topology.mesh.size(axes) == topology.mesh.device_count
+    return not (torus and whole and len({size for size, _ in dims}) == 1)
+
+
 def wire_bytes(kind: Kind, mesh: MeshShape, axes: Axes, size_bytes):
     """Returns the bytes that each device sends."""
     n = mesh.size(axes)

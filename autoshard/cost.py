@@ -198,7 +198,7 @@ class _Pricing:
         found, ties = [], []
         for i, op in enumerate(self.ops):
             for k, value in enumerate(op.operands):
-                if value is None or not value.shape:
+                if value is None or not value.shape or id(value) in self.live.fusion.free:
                     continue
                 a, r = self.producer[id(value)]
                 if a == i:
@@ -301,13 +301,10 @@ def reductions(op: Op, strategy: Strategy, topology: Topology):
     for value, partial, result in zip(op.results, strategy.partial, strategy.results, strict=True):
         size = partial.local_bytes(value.shape, value.itemsize, mesh)
         if strategy.scattered:
-            kind = collectives.Kind.REDUCE_SCATTER
-            yield (
-                kind,
-                strategy.scattered,
-                size,
-                _reduction(kind, strategy.scattered, size, topology),
-            )
+            kind, axes = collectives.Kind.REDUCE_SCATTER, strategy.scattered
+            if not collectives.scatters(topology, axes):
+                kind = collectives.Kind.ALL_REDUCE
+            yield kind, axes, size, _reduction(kind, axes, size, topology)
         rest = tuple(a for a in strategy.reduced if a not in strategy.scattered)
         if rest:
             kind = collectives.Kind.ALL_REDUCE

@@ -44,6 +44,8 @@ def constraints(choices: Choices, solution: Sequence[int]) -> Constraints:
         strategy = choices.strategies[i][solution[i]]
         if op.kind not in (Kind.READ, Kind.CONST, Kind.OUTPUT):
             for k, value in enumerate(op.results):
+                if id(value) in choices.live.fusion.free:
+                    continue  # left open, Shardy computes it anew for each reader
                 if value.shape and _can_constrain(value.dtype):
                     results[op.path, k] = reached(op, strategy, k)
         for k, steps in _reshards(choices, solution, i, op):
@@ -114,7 +116,7 @@ def _reshards(
     """Yields (operand number, steps) where an operand is not yet as the strategy wants it."""
     strategy = choices.strategies[i][solution[i]]
     for k, value in enumerate(op.operands):
-        if value is None or not value.shape:
+        if value is None or not value.shape or id(value) in choices.live.fusion.free:
             continue
         have, want = choices.sharding_of(value, solution), strategy.operands[k]
         if have != want:

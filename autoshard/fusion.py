@@ -82,7 +82,8 @@ class Fusion:
       written: ids of the values that have a buffer of their own.
       ended: ids of the values that are computed right into the buffer of a border: a result, a
         stack, the next carry.
-      free: ids of the values that are a scalar or an index all over, never worth a buffer.
+      free: ids of the values that are a scalar or an index all over, or computed elementwise from
+        such that depend on no argument (masks): never worth a buffer, and each reader has its own.
       kernels: by id of operation; only operations that have one.
     """
 
@@ -141,6 +142,7 @@ class _Analysis:
         self.chain: dict[int, tuple[Value, ...]] = {}
         self.work: dict[int, int] = {}  # id of a pure value -> operations to compute it
         self.free: set[int] = set()
+        self.constant: set[int] = set()  # depends on no argument
         self.ended: set[int] = set()
         self.updates: dict[int, Root] = {}  # what the kernels of the new state read so far
         self.maker: dict[int, Op] = {}
@@ -160,6 +162,8 @@ class _Analysis:
             self._write(value)
         elif op.kind in (Kind.ENTER, Kind.READ) and source is not None and id(source) in self.free:
             self.free.add(id(value))
+            if op.kind is Kind.READ and id(source) in self.constant:
+                self.constant.add(id(value))
         elif op.kind in (Kind.OUTPUT, Kind.STACK, Kind.EXIT, Kind.JOIN):
             self._write(value)
         elif op.kind is Kind.SLICE:
@@ -189,7 +193,9 @@ class _Analysis:
             self._write(value)
             return
         found = final_readers(value, self.readers)
-        if self._fills(op):
+        if all(v is None or id(v) in self.constant for v in op.operands):
+            self.constant.add(id(value))
+        if self._fills(op) or self._masks(op, value, found):
             self.free.add(id(value))
             return
         self._part(op)
@@ -283,6 +289,16 @@ class _Analysis:
             return True
         source = op.operands[0]
         return op.primitive in RECASTS and source is not None and id(source) in self.free
+
+    def _masks(self, op: Op, value: Value, found: list[Op]) -> bool:
+        """Whether a result follows from scalars and indices alone, for readers that compute it.
+
+        Shardy then computes it anew for each reader, in the sharding that this one wants.
+        """
+        if op.primitive in MATMULS or id(value) not in self.constant:
+            return False
+        free = all(v is None or not v.shape or id(v) in self.free for v in op.operands)
+        return free and all(_takes(r, value) for r in found)
 
     def _is_costly(self, value: Value, found: list[Op]) -> bool:
         """Whether a matmul and others would each compute the value from several large arrays.
