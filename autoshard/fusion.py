@@ -143,6 +143,7 @@ class _Analysis:
         self.work: dict[int, int] = {}  # id of a pure value -> operations to compute it
         self.free: set[int] = set()
         self.constant: set[int] = set()  # depends on no argument
+        self.filled: set[int] = set()  # one scalar or index all over
         self.ended: set[int] = set()
         self.updates: dict[int, Root] = {}  # what the kernels of the new state read so far
         self.maker: dict[int, Op] = {}
@@ -162,6 +163,8 @@ class _Analysis:
             self._write(value)
         elif op.kind in (Kind.ENTER, Kind.READ) and source is not None and id(source) in self.free:
             self.free.add(id(value))
+            if id(source) in self.filled:
+                self.filled.add(id(value))
             if op.kind is Kind.READ and id(source) in self.constant:
                 self.constant.add(id(value))
         elif op.kind in (Kind.OUTPUT, Kind.STACK, Kind.EXIT, Kind.JOIN):
@@ -195,7 +198,9 @@ class _Analysis:
         found = final_readers(value, self.readers)
         if all(v is None or id(v) in self.constant for v in op.operands):
             self.constant.add(id(value))
-        if self._fills(op) or self._masks(op, value, found):
+        if self._fills(op):
+            self.filled.add(id(value))
+        if id(value) in self.filled or self._masks(op, value, found):
             self.free.add(id(value))
             return
         self._part(op)
@@ -276,7 +281,7 @@ class _Analysis:
 
         That is an earlier and narrower one if only casts and scalars stand between.
         """
-        arrays = [v for v in op.operands if v is not None and v.shape and id(v) not in self.free]
+        arrays = [v for v in op.operands if v is not None and v.shape and id(v) not in self.filled]
         if len(arrays) != 1 or id(arrays[0]) not in self.pending:
             return (value,)
         before = self.chain.get(id(arrays[0]), (arrays[0],))
@@ -288,7 +293,7 @@ class _Analysis:
         if all(v is None or not v.shape for v in op.operands):
             return True
         source = op.operands[0]
-        return op.primitive in RECASTS and source is not None and id(source) in self.free
+        return op.primitive in RECASTS and source is not None and id(source) in self.filled
 
     def _masks(self, op: Op, value: Value, found: list[Op]) -> bool:
         """Whether a result follows from scalars and indices alone, for readers that compute it.

@@ -225,3 +225,21 @@ def test_linear():
     cost = Linear(1e-6, 1e-9) + Linear(1e-6, 1e-9)
     assert cost == Linear(1e-6, 1e-9) * 2
     assert str(cost) == "2 us + bytes at 0.5 GB/s" and str(Linear(1e-6)) == "1 us"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "hardware", "axes", "scattered"),
+    [
+        ("a=4,b=4", "v5e", ("a", "b"), False),  # the whole of a square slice
+        ("a=16", "v5e", ("a",), False),
+        ("a=4,b=4", "v5e", ("a",), True),
+        ("a=8", "v5e", ("a",), True),  # 2 x 4
+        ("a=2,b=8", "v5e", ("b",), True),
+        ("a=8", "v5p", ("a",), False),  # 2 x 2 x 2
+        ("a=4,b=2", "v5p", ("a",), True),
+        ("a=8", "h100", ("a",), True),
+    ],
+)
+def test_what_the_compiler_scatters(mesh, hardware, axes, scattered):
+    """As compiled ahead of time; `tests/test_conformance.py` compiles some of them."""
+    assert collectives.scatters(on(hardware, mesh), axes) is scattered

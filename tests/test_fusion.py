@@ -121,3 +121,21 @@ def test_equal_layers_read_the_same_however_deep(trained):
         kernels = [found.kernels[id(op)] for op in ops if id(op) in found.kernels]
         reads[depth] = sum(root.size_bytes for kernel in kernels for root in kernel.roots)
     assert reads[8] - reads[6] == reads[6] - reads[4]
+
+
+def test_a_mask_has_no_buffer_but_what_it_masks_has():
+    def fn(q, k):
+        scores = (q @ k).astype(F32)
+        places = jnp.arange(8)
+        seen = places[:, None] >= places[None]
+        masked = jnp.where(seen, scores, -1e9)
+        return jnp.exp(masked - jnp.max(masked))
+
+    half = {"dtype": "bfloat16"}
+    ops, found = analyse(fn, array(8, 16, **half), array(16, 8, **half))
+    (ge,) = [op for op in ops if op.primitive == "ge"]
+    assert id(ge.results[0]) in found.free
+    kept = [
+        v.dtype for op in ops for v in op.results if id(v) in found.written and v.size_bytes > 4
+    ]
+    assert kept[0] == "float32"
