@@ -49,12 +49,14 @@ class Constraints:
     """The shardings to emit.
 
     `operands[path, k]` before operation `path` reads its operand k, `results[path, k]` on its
-    result k; each a chain. `scatters[path]`: run the operation on its blocks.
+    result k; each a chain. `scatters[path]`: run the operation on its blocks. `again`: the operands
+    that are gathered though another operation has gathered the same before.
     """
 
     operands: Mapping[tuple[str, int], Chain]
     results: Mapping[tuple[str, int], Chain]
     scatters: Mapping[str, Scatter] = dataclasses.field(default_factory=dict)
+    again: frozenset[tuple[str, int]] = frozenset()
 
     def __len__(self) -> int:
         return len(self.operands) + len(self.results) + len(self.scatters)
@@ -98,6 +100,9 @@ class Evaluation:
         return x
 
     def operand(self, x: Any, path: str, k: int) -> Any:
+        if (path, k) in self.constraints.again:
+            # A choice of memory over time that XLA would undo, keeping what was gathered before.
+            x = jax.lax.optimization_barrier(x)
         return self.pin(x, self.constraints.operands.get((path, k), ()))
 
     def produced(self, x: Any, path: str, k: int) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autoshard import collectives, roofline
+from autoshard.fusion import MATMULS
 from autoshard.graph import Graph, Kind, Op, Value
 from autoshard.liveness import Liveness, LiveRange, liveness
 from autoshard.problem import Edge, Node, ShardingProblem, Usage
@@ -338,6 +339,7 @@ def _transients(choices: Choices, solution: Sequence[int]):
     """Yields (start, end, bytes, label) of the buffers that two choices together call for."""
     live, topology = choices.live, choices.topology
     inputs = iter(choices.donated)
+    before = _matmuls_before(choices)
     for i, op in enumerate(choices.ops):
         strategy = choices.strategies[i][solution[i]]
         is_donated = op.kind is Kind.INPUT and next(inputs)
@@ -349,6 +351,8 @@ def _transients(choices: Choices, solution: Sequence[int]):
             if have == want or id(value) in live.fusion.free:
                 continue
             size = stored_bytes(topology, value, want) * HEAP_GAPS
+            ahead = op.primitive in MATMULS and _is_gathered(have, want, topology)
+            first = before[i] if ahead else t
             if op.kind is Kind.INPUT and is_donated:
                 # What a collective makes cannot be written over an argument still being read.
                 yield 0, live.end, size / HEAP_GAPS, f"copy of {op.results[0].name}"
@@ -362,4 +366,26 @@ def _transients(choices: Choices, solution: Sequence[int]):
                     end = max(t + 1, live.ends[id(op.results[0])])
                 yield t, end, size, f"{value.name}, resharded"
             elif op.kind is Kind.LEAF:
-                yield t, t + 1, size, f"{value.name}, resharded"
+                yield first, t + 1, size, f"{value.name}, resharded"
+
+
+def _is_gathered(have: Sharding, want: Sharding, topology: Topology) -> bool:
+    """Whether the way to a sharding is a gather that can run beside compute."""
+    axes = tuple(a for a in have.axes if a not in want.axes)
+    kind = collectives.Kind.ALL_GATHER
+    return bool(axes) and collectives.overlaps(kind, topology, axes)
+
+
+def _matmuls_before(choices: Choices) -> list[int]:
+    """Returns when the last matmul before each operation runs, in the same loop if in one.
+
+    An asynchronous gather starts then: the compiler hides it behind that matmul.
+    """
+    live, last = choices.live, {}
+    found = []
+    for op in choices.ops:
+        t, span = live.runs[id(op)], live.spans.get(id(op))
+        found.append(min(t, last.get(span, t)))
+        if op.primitive in MATMULS:
+            last[span] = t
+    return found

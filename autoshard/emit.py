@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from autoshard import collectives
 from autoshard.apply import Constraints, Scatter
 from autoshard.cost import Choices, reduction_trips, reductions
 from autoshard.graph import Kind, Op
@@ -12,6 +13,7 @@ from autoshard.strategies import Strategy
 
 # Operations whose parameters do not depend on the shapes, so that they run on blocks as they are.
 LOCAL = frozenset(("dot_general", "reduce_sum"))
+GATHERS = (collectives.Kind.ALL_GATHER, collectives.Kind.ALL_TO_ALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ def constraints(choices: Choices, solution: Sequence[int]) -> Constraints:
     operands: dict[tuple[str, int], tuple[Sharding, ...]] = {}
     results: dict[tuple[str, int], tuple[Sharding, ...]] = {}
     scatters: dict[str, Scatter] = {}
+    again: set[tuple[str, int]] = set()
+    gathered: set[tuple] = set()
     for i, op in enumerate(choices.ops):
         strategy = choices.strategies[i][solution[i]]
         if op.kind not in (Kind.READ, Kind.CONST, Kind.OUTPUT):
@@ -50,10 +54,15 @@ def constraints(choices: Choices, solution: Sequence[int]) -> Constraints:
                     results[op.path, k] = reached(op, strategy, k)
         for k, steps in _reshards(choices, solution, i, op):
             operands[op.path, k] = tuple(step.after for step in steps)
+            if op.kind is Kind.LEAF and any(step.kind in GATHERS for step in steps):
+                what = id(op.operands[k]), op.path.rpartition("/")[0], operands[op.path, k]
+                if what in gathered:
+                    again.add((op.path, k))
+                gathered.add(what)
         by_hand = scatter(op, strategy)
         if by_hand is not None:
             scatters[op.path] = by_hand
-    return Constraints(operands, results, scatters)
+    return Constraints(operands, results, scatters, frozenset(again))
 
 
 def reached(op: Op, strategy: Strategy, k: int) -> tuple[Sharding, ...]:

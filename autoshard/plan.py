@@ -23,7 +23,7 @@ from autoshard.sharding import MeshShape, Sharding
 if TYPE_CHECKING:
     from autoshard.check import Check
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +246,8 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
             role: [[path, k, [_dims(s) for s in chain]] for (path, k), chain in table.items()]
             for role, table in (("operands", c.operands), ("results", c.results))
         }
-        | {"scatters": [[path, _scatter_to_dict(s)] for path, s in c.scatters.items()]},
+        | {"scatters": [[path, _scatter_to_dict(s)] for path, s in c.scatters.items()]}
+        | {"again": sorted([path, k] for path, k in c.again)},
         "collectives": [dataclasses.asdict(c) for c in plan.collectives],
         "status": plan.status.name,
     }
@@ -293,7 +294,8 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         }
 
     scatters = {path: _scatter_from_dict(s) for path, s in data["constraints"]["scatters"]}
-    constraints = Constraints(chains("operands"), chains("results"), scatters)
+    again = frozenset((path, k) for path, k in data["constraints"]["again"])
+    constraints = Constraints(chains("operands"), chains("results"), scatters, again)
     collectives = tuple(
         PlannedCollective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]
     )

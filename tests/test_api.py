@@ -277,7 +277,7 @@ def test_a_plan_refuses_what_it_was_not_made_for(tmp_path):
     path.write_text("[]")
     with pytest.raises(autoshard.PlanError, match="is not a plan"):
         autoshard.load(path)
-    path.write_text(plan.to_json().replace('"autoshard_plan": 1', '"autoshard_plan": 99'))
+    path.write_text(plan.to_json().replace('"autoshard_plan": 2', '"autoshard_plan": 99'))
     with pytest.raises(autoshard.PlanError, match="version 99"):
         autoshard.load(path)
     path.write_text(plan.to_json().replace('"mesh"', '"mush"'))

@@ -28,4 +28,4 @@ def test_three_processes_with_different_hash_seeds_agree():
         assert run.returncode == 0, run.stderr
         texts.append(run.stdout)
     assert texts[0] == texts[1] == texts[2]
-    assert '"autoshard_plan": 1' in texts[0]
+    assert '"autoshard_plan": 2' in texts[0]
