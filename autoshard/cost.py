@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autoshard import collectives, roofline
-from autoshard.fusion import MATMULS
+from autoshard.fusion import is_matmul
 from autoshard.graph import Graph, Kind, Op, Value
 from autoshard.liveness import Liveness, LiveRange, liveness
 from autoshard.problem import Edge, Node, ShardingProblem, Usage
@@ -56,7 +56,15 @@ class Choices:
 
 
 # XLA packs its temporaries into one heap, with gaps; `memory_analysis` counts those gaps twice.
+# Most gaps are among what comes and goes within a loop's body.
 HEAP_GAPS = 1.15
+LOOP_GAPS = 1.3
+
+
+def gaps(live: Liveness, op: Op, start: int, end: int) -> float:
+    """Returns by how much a buffer that `op` causes weighs more than its bytes."""
+    first, last = live.spans.get(id(op), (start, end))
+    return LOOP_GAPS if end - start < last - first and end <= last else HEAP_GAPS
 
 
 def build(
@@ -248,7 +256,7 @@ class _Pricing:
                 kept = not next(inputs) and live.op.operands
                 size = size * 2 if kept else size  # the next state gets a buffer of its own
             elif live.op.kind is not Kind.OUTPUT:
-                size = np.ceil(size * HEAP_GAPS)
+                size = np.ceil(size * gaps(self.live, live.op, live.start, live.end))
             found.append(Usage(i, live.start, live.end, size, live.value.name))
         for i in range(len(self.ops)):
             found += self._partial_usages(i)
@@ -265,10 +273,11 @@ class _Pricing:
         for k, value in enumerate(op.results):
             if not value.shape or not reduced.any():
                 continue
-            size = np.ceil(self.stored_bytes(i, "partial", k, value) * HEAP_GAPS)
+            size = self.stored_bytes(i, "partial", k, value)
             for which, stop in ((reduced & ~scattered, start + 1), (scattered, end)):
                 if which.any():
-                    found.append(Usage(i, start, stop, size * which, f"{value.name}, partial"))
+                    held = np.ceil(size * which * gaps(live, op, start, stop))
+                    found.append(Usage(i, start, stop, held, f"{value.name}, partial"))
         return found
 
     def _range_bytes(self, i: int, live: LiveRange) -> np.ndarray:
@@ -350,23 +359,23 @@ def _transients(choices: Choices, solution: Sequence[int]):
             have, want = choices.sharding_of(value, solution), strategy.operands[k]
             if have == want or id(value) in live.fusion.free:
                 continue
-            size = stored_bytes(topology, value, want) * HEAP_GAPS
-            ahead = op.primitive in MATMULS and _is_gathered(have, want, topology)
-            first = before[i] if ahead else t
+            size, end = stored_bytes(topology, value, want), t + 1
+            start = before[i] if is_matmul(op) and _is_gathered(have, want, topology) else t
             if op.kind is Kind.INPUT and is_donated:
                 # What a collective makes cannot be written over an argument still being read.
-                yield 0, live.end, size / HEAP_GAPS, f"copy of {op.results[0].name}"
-            elif op.kind in (Kind.SLICE, Kind.ENTER):
+                yield 0, live.end, size, f"copy of {op.results[0].name}"
+                continue
+            if op.kind in (Kind.SLICE, Kind.ENTER):
                 start, end = live.spans[id(op)]
-                yield start, end, size, f"{value.name}, resharded"
             elif op.kind is Kind.READ:
                 if id(op.results[0]) in live.fusion.written:
-                    size, end = stored_bytes(topology, value, have) * HEAP_GAPS, t + 1
+                    size = stored_bytes(topology, value, have)
                 else:
-                    end = max(t + 1, live.ends[id(op.results[0])])
-                yield t, end, size, f"{value.name}, resharded"
-            elif op.kind is Kind.LEAF:
-                yield first, t + 1, size, f"{value.name}, resharded"
+                    end = max(end, live.ends[id(op.results[0])])
+            elif op.kind is not Kind.LEAF:
+                continue
+            weight = gaps(live, op, start, end)
+            yield start, end, size * weight, f"{value.name}, resharded"
 
 
 def _is_gathered(have: Sharding, want: Sharding, topology: Topology) -> bool:
@@ -386,6 +395,6 @@ def _matmuls_before(choices: Choices) -> list[int]:
     for op in choices.ops:
         t, span = live.runs[id(op)], live.spans.get(id(op))
         found.append(min(t, last.get(span, t)))
-        if op.primitive in MATMULS:
+        if is_matmul(op):
             last[span] = t
     return found

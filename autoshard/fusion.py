@@ -118,6 +118,14 @@ def fusion(ops: tuple[Op, ...], readers: Readers) -> Fusion:
     )
 
 
+def is_matmul(op: Op) -> bool:
+    """Whether an operation runs on the matrix unit; a dot that sums nothing is a product."""
+    if op.primitive != "dot_general":
+        return op.primitive in MATMULS
+    ((contracted, _), _) = op.eqn.params["dimension_numbers"]
+    return math.prod(op.eqn.invars[0].aval.shape[d] for d in contracted) > 1
+
+
 def final_readers(value: Value, readers: Readers) -> list[Op]:
     """Returns the distinct operations that read a value, looking through READs."""
     found: dict[int, Op] = {}
@@ -204,11 +212,15 @@ class _Analysis:
             self.free.add(id(value))
             return
         self._part(op)
+        if op.primitive == "dot_general" and not is_matmul(op):
+            for operand in op.operands:
+                if operand is not None and self._is_pending(operand):
+                    self._keep(operand)  # rather than the larger product
         if any(not _takes(r, value) for r in found):
             self._write(value)
         elif id(value) in self.inside:
             self._carry(op, value)
-        elif op.primitive in MATMULS or any(self._is_pending(v) for v in op.operands):
+        elif is_matmul(op) or any(self._is_pending(v) for v in op.operands):
             self._carry(op, value)
             self.chain[id(value)] = self._chain(op, value)
             if not (len(found) == 1 and _joins(found[0])) and not self._rejoins(value):
@@ -300,7 +312,7 @@ class _Analysis:
 
         Shardy then computes it anew for each reader, in the sharding that this one wants.
         """
-        if op.primitive in MATMULS or id(value) not in self.constant:
+        if is_matmul(op) or id(value) not in self.constant:
             return False
         free = all(v is None or not v.shape or id(v) in self.free for v in op.operands)
         return free and all(_takes(r, value) for r in found)
@@ -310,7 +322,7 @@ class _Analysis:
 
         A residual chain's gradient is one: else every layer would read all layers after it.
         """
-        if not any(r.primitive in MATMULS for r in found):
+        if not any(is_matmul(r) for r in found):
             return False
         roots: dict[int, Root] = {}
         self._roots(value, 0, float("inf"), roots, set())
@@ -325,7 +337,7 @@ class _Analysis:
 
     def kernel(self, op: Op) -> Kernel | None:
         """Returns the kernel of an operation, which reads each stored value once."""
-        matmul = op.primitive in MATMULS
+        matmul = is_matmul(op)
         if not matmul and not any(id(v) in self.stored | self.ended for v in op.results):
             return None
         found: dict[int, Root] = {}
@@ -349,7 +361,7 @@ class _Analysis:
             found.setdefault(id(value), Root(value, k, min(window, value.size_bytes)))
             return 0.0
         op = self.maker[id(value)]
-        if op.primitive in MATMULS:
+        if is_matmul(op):
             return 0.0  # its own kernel reads them
         if op.primitive in WINDOWS:
             window = min(window, value.size_bytes)
@@ -359,7 +371,7 @@ class _Analysis:
 
 def _vector_ops(op: Op, value: Value, k: int) -> float:
     """Returns the vector operations of `op` itself, counted through its first operand."""
-    if k or op.primitive in MATMULS or op.primitive in HEAVY:
+    if k or is_matmul(op) or op.primitive in HEAVY:
         return 0.0
     return VECTOR_OPS.get(op.primitive, 1.0) * math.prod(value.shape)
 
@@ -389,5 +401,5 @@ def _joins(reader: Op) -> bool:
     """Whether a reader is computed in the kernel of the matmul before it."""
     if reader.kind in ENDS:
         return True
-    plain = reader.primitive not in MATMULS | REDUCTIONS | HEAVY
+    plain = reader.primitive not in REDUCTIONS | HEAVY and not is_matmul(reader)
     return reader.kind is Kind.LEAF and plain

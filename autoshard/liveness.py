@@ -15,6 +15,7 @@ from autoshard.fusion import (
     Fusion,
     Readers,
     fusion,
+    is_matmul,
     readers_of,
 )
 from autoshard.graph import Graph, Kind, Op, Value
@@ -146,7 +147,7 @@ class _Lives:
             return 0  # the result's own buffer is counted there
         now = self.runs[id(reader)] + (reader.kind not in ALIASES)
         fused = [v for v in reader.results if id(v) not in self.fusion.written]
-        if reader.primitive in MATMULS:
+        if is_matmul(reader):
             fused = []  # its kernel runs once, whoever writes the result
         return max([now, *(self.last_use(v) for v in fused)])
 
