@@ -186,7 +186,7 @@ _CALL = (
     "one library call on some platforms, which the partitioner does not enter: it gathers the batch"
 )
 _CALLBACK = "runs on the host, once, on whole arrays"
-_REFERENCE = "reads or writes a mutable reference, which has no sharding"
+_REFERENCE = "a mutable reference becomes the values it holds before a program is planned"
 _TOKEN = "orders effects, holds no array"
 _TYPING = "checks types while tracing, leaves nothing to run"
 _FOREIGN = "foreign code, which declares no sharding rule"

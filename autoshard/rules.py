@@ -46,7 +46,8 @@ def rules_for(eqns: Sequence[JaxprEqn]) -> list[Rule]:
         if rule is None:
             rule = replicated_rule(eqn)
             declared = eqn.primitive.name in primitives.REPLICATED
-            if rule.sizes and (not declared or eqn.primitive.name in primitives.WARNED):
+            warned = not declared or eqn.primitive.name in primitives.WARNED
+            if rule.sizes and warned and not _is_empty(eqn):
                 _warn(eqn)
         rules.append(rule)
     return rules
@@ -71,6 +72,11 @@ def _new_rules(eqns: Sequence[JaxprEqn]) -> list[Rule | None]:
             rule = primitives.CORRECTIONS[eqns[n].primitive.name](eqns[n], rule)
         rules[n] = rule if rule is None or _fault(rule, eqns[n]) is None else None
     return rules
+
+
+def _is_empty(eqn: JaxprEqn) -> bool:
+    """Whether there is nothing to compute: no rule (a reshape of no elements) costs nothing."""
+    return not eqn.effects and all(0 in _shape(v.aval) for v in eqn.outvars)
 
 
 def _fault(rule: Rule, eqn: JaxprEqn) -> str | None:

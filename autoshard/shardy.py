@@ -3,7 +3,7 @@
 All equations are lowered together to one StableHLO function; Shardy's pass puts a rule on each op,
 and the rules of the ops that one equation became are composed into one.
 
-This is the only module that reaches into JAX's private parts, its MLIR bindings.
+This module reaches into JAX's private parts, its MLIR bindings.
 """
 
 import contextlib

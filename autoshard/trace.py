@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from autoshard.errors import ArgumentError
 from autoshard.graph import Graph, Kind, Op, Value, share_reads
+from autoshard.references import without_references
 
 WHILE_TRIPS = (
     16  # a `while` does not say how often it runs: assume more than once, less than a long scan
@@ -78,20 +79,21 @@ def trace(
         donate_argnames=tuple(donate_argnames) or None,
     )
     traced = jitted.trace(*abstract, **abstract_kwargs)
+    closed = without_references(traced.jaxpr)
     info, in_tree = jax.tree.flatten(traced.args_info)
     out_tree = jax.tree.structure(traced.out_info)
     dynamic = [i for i in range(len(args)) if i not in static_argnums]
     names = _input_names(fn, traced.args_info, dynamic)
     builder = _Builder()
     inputs = tuple(
-        builder.value(v.aval, n) for v, n in zip(traced.jaxpr.jaxpr.invars, names, strict=True)
+        builder.value(v.aval, n) for v, n in zip(closed.jaxpr.invars, names, strict=True)
     )
     output_names = tuple(f"result{p}" for p, _ in _leaf_paths(traced.out_info))
     links = _carried(traced.args_info, traced.out_info) if carried else {}
-    graph, outputs, digest = builder.program(traced.jaxpr, inputs, output_names, links)
+    graph, outputs, digest = builder.program(closed, inputs, output_names, links)
     return Program(
         graph=graph,
-        jaxpr=traced.jaxpr,
+        jaxpr=closed,
         inputs=inputs,
         outputs=outputs,
         output_names=output_names,

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "autoshard"
 # A module may import only modules that stand above it.
 ORDER = """
 errors
-sharding hardware fields factors clock
+sharding hardware fields factors clock references
 problem
 graph topology
 collectives

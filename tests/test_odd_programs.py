@@ -50,6 +50,25 @@ def empty(x):
     return jnp.sum(x, 0), jnp.sum(x, 1), jnp.concatenate([x, x], 1), x @ x.T, x.T @ x
 
 
+def empty_reshaped(x):
+    """Random programs found a reshape of nothing that no rule fits."""
+    return x[:, :0, None].reshape(8, 0), x[:0].reshape(0)
+
+
+def references(x, w):
+    total = jax.new_ref(jnp.zeros(16))
+    whole = jax.new_ref(x)
+    whole[0] = whole[1] * 2.0
+    whole[...] += 1.0
+
+    def body(count, row):
+        total[...] += jnp.tanh(row @ w)
+        return count + 1, None
+
+    count, _ = lax.scan(body, 0, x)
+    return whole[...] @ w, count, total[...]
+
+
 def ones(x):
     return x + x.T, jnp.sum(x), x.reshape(1, 1, 1), jnp.broadcast_to(x, (8, 8))
 
@@ -172,6 +191,8 @@ PROGRAMS = {
     "0-dim loss": (scalar_loss, (X, W)),
     "size 0": (empty, (f32(0, 8),)),
     "size 0 minor": (empty, (f32(8, 0),)),
+    "size 0 reshaped": (empty_reshaped, (X,)),
+    "mutable references": (references, (X, W)),
     "size 1": (ones, (f32(1, 1),)),
     "same argument twice": (same_argument_twice, (X, W)),
     "returned unchanged": (returned_unchanged, (X, W)),
