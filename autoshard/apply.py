@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.sharding import NamedSharding
@@ -137,6 +138,8 @@ class Evaluation:
             args = _in_bounds(eqn, args)
         elif eqn.primitive.name.startswith(("gather", "scatter")):
             args[1] = _wide(args[1])
+        if eqn.primitive.name in _DEBUG and any("Ordered" in type(e).__name__ for e in eqn.effects):
+            return _ordered(eqn, args)
         scatter = self.constraints.scatters.get(path)
         outs = _bind(eqn, args, eqn.params) if scatter is None else self.blocks(eqn, args, scatter)
         if eqn.primitive.name == "mul" and self.is_one_integer_a_device(outs[0]):
@@ -284,6 +287,19 @@ def _in_bounds(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
         dtype = jnp.result_type(starts[k])
         starts[k] = jax.lax.clamp(np.zeros((), dtype), starts[k], np.array(n - size, dtype))
     return [*args[:first], *starts]
+
+
+_DEBUG = ("debug_callback", "debug_print")
+
+
+def _ordered(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Prints in order by an `io_callback`: JAX has no ordered debug effect for many devices."""
+
+    def host(*xs: Any) -> None:
+        eqn.primitive.bind(*xs, **eqn.params)
+
+    io_callback(host, None, *args, ordered=True)
+    return []
 
 
 def _wide(index: Any) -> Any:

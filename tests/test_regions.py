@@ -317,6 +317,24 @@ def test_ordered_effects_in_a_loop():
     assert_same(found, jnp.asarray(wanted[3]))
 
 
+def test_ordered_debugging(capfd):
+    """JAX alone has it on one device only."""
+    seen = []
+
+    def fn(x, w):
+        def body(k, x):
+            jax.debug.callback(lambda k, s: seen.append((int(k), s.shape)), k, s=x, ordered=True)
+            jax.debug.print("k={} {y.shape}", k, y=x, ordered=True)
+            return jnp.tanh(x @ w)
+
+        return lax.fori_loop(0, 3, body, x)
+
+    jax.block_until_ready(autoshard.jit(fn, mesh=mesh_of("4x2"))(X, W))
+    jax.effects_barrier()
+    assert seen == [(k, (8, 16)) for k in range(3)]
+    assert capfd.readouterr().out.split("\n")[:3] == [f"k={k} (8, 16)" for k in range(3)]
+
+
 def test_debug_print_of_a_sharded_array(capfd):
     def fn(x, w):
         y = x @ w
