@@ -4,6 +4,7 @@
 """
 
 import concurrent.futures
+import gc
 import multiprocessing
 import os
 import random
@@ -62,6 +63,7 @@ def _start() -> None:
     import tests.conftest  # noqa: F401  the devices
 
     warnings.simplefilter("error")
+    gc.set_threshold(200_000, 50, 50)  # tracing makes many small objects, and few in cycles
 
 
 def _failures(numbers: list[int]) -> list[str]:
