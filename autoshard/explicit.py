@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend import core as jex
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
@@ -86,7 +87,7 @@ def _implicit(fn: Callable, args: Sequence[Any], kwargs: dict[str, Any], mesh) -
     @functools.wraps(fn)
     def implicit(*args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
-        dynamic = [k for k, x in enumerate(leaves) if isinstance(x, jax.core.Tracer)]
+        dynamic = [k for k, x in enumerate(leaves) if isinstance(x, Tracer)]
 
         def of_dynamic(*xs):
             filled = list(leaves)

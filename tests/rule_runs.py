@@ -6,7 +6,8 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ def _renamed(strategy: Strategy, names: dict[str, str]) -> str:
 
 def _run(eqn: JaxprEqn, rule: Rule, chosen: Sequence[Strategy], row: Row) -> None:
     operands = [random_array(v.aval, np.random.default_rng(0)) for v in eqn.invars]
-    wanted = bind(eqn)(*operands)
+    wanted = jax.jit(bind(eqn), compiler_options=QUICK)(*operands)
     try:
         results, text = _together(eqn, chosen, operands)
     except jax.errors.JaxRuntimeError as e:
@@ -120,21 +121,22 @@ def allowed_collectives(name: str, rule: Rule, reduced: bool) -> set[str]:
     return {"all-reduce", "reduce-scatter"} | swapped
 
 
-def bind(eqn: JaxprEqn):
-    """Returns the compiled equation, whole, a list of results."""
+def bind(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
+    """Returns the equation as a function to a list of results."""
 
     def run(*operands):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
         return out if eqn.primitive.multiple_results else [out]
 
-    return jax.jit(run, compiler_options=QUICK)
+    return run
 
 
 def _together(eqn: JaxprEqn, chosen: Sequence[Strategy], operands) -> tuple[list, str]:
     """Compiles the equation once for each strategy into one program; its results and its text."""
     mesh = mesh_of("2x2x2")
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    closed = jax.make_jaxpr(lambda *xs: bind(eqn).__wrapped__(*xs))(*avals)
+    atoms: list[Any] = [v.aval for v in eqn.invars]
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in atoms]
+    closed = jax.make_jaxpr(bind(eqn))(*avals)
     op = Op("0", Kind.LEAF, eqn.primitive.name, (), (), "")
     runs = [constrained(closed, _emitted(op, strategy), mesh) for strategy in chosen]
 
@@ -145,7 +147,8 @@ def _together(eqn: JaxprEqn, chosen: Sequence[Strategy], operands) -> tuple[list
     ends = [list(_named(mesh, s.results)) for s in chosen]
     copies = [jax.device_put(operands, place) for place in places]
     jitted = jax.jit(program, out_shardings=ends, keep_unused=True)
-    compiled = jitted.lower(copies).compile(compiler_options=QUICK)
+    options: Any = QUICK
+    compiled = jitted.lower(copies).compile(compiler_options=options)
     return compiled(copies), compiled.as_text() or ""
 
 

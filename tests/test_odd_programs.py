@@ -6,6 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -14,7 +15,7 @@ from jax.interpreters import mlir
 
 import autoshard
 from autoshard.rules import ReplicatedWarning
-from tests.plans import assert_same, check_random_plans, mesh_of, on_one_device
+from tests.plans import QUICK, assert_same, check_random_plans, mesh_of, on_one_device
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 16)).astype(np.float32)
@@ -276,6 +277,35 @@ def test_an_nnx_module_as_argument():
     check_random_plans(step, (state, X))
     wanted = on_one_device(step, (state, X))
     assert_same(autoshard.jit(step, mesh=mesh_of("4x2"))(state, X), wanted)
+
+
+class Net(nnx.Module):
+    """State of several kinds: parameters, running means, and the keys of dropout."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.last = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+        self.norm, self.drop = nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(nnx.relu(self.norm(self.first(x)))))
+
+
+def test_nnx_modules_and_optimizers_go_in_and_out_as_they_are():
+    def step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return model, optimizer, value
+
+    def trained(run):
+        with jax.numpy_dtype_promotion("standard"):  # NNX counts in other types
+            model = Net(nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+            for _ in range(3):
+                model, optimizer, value = run(model, optimizer, X)
+            return [value, *jax.tree.leaves(nnx.state(model))]
+
+    planned = trained(autoshard.jit(step, mesh=mesh_of("4x2")))
+    assert_same(planned, trained(jax.jit(step, compiler_options=QUICK)))
 
 
 def mystery_primitive() -> Primitive:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,8 @@ def by_reshape(x, w):
 
 
 def by_auto_axes(x, w):
-    return jax.sharding.auto_axes(lambda x, w: x @ w, out_sharding=P("a", "b"))(x, w) + 1.0
+    product: Any = jax.sharding.auto_axes(lambda x, w: x @ w, out_sharding=P("a", "b"))
+    return product(x, w) + 1.0
 
 
 def in_a_scan(x, w):
@@ -257,6 +259,49 @@ def test_pallas_is_whole_and_named_once():
     texts = [str(w.message) for w in seen if issubclass(w.category, ReplicatedWarning)]
     assert len(texts) == len(set(texts)) == 1
     assert "pallas_call" in texts[0] and "test_regions.py" in texts[0]
+
+
+def test_an_ffi_call_is_whole_and_named():
+    def factor(a):
+        result = (jax.ShapeDtypeStruct(a.shape, a.dtype), jax.ShapeDtypeStruct((), np.int32))
+        call = jax.ffi.ffi_call("lapack_spotrf_ffi", result, input_output_aliases={0: 0})
+        return jnp.triu(call(a, uplo=np.uint8(ord("L")))[0])
+
+    a = X @ X.T + np.eye(8, dtype=np.float32)
+    wanted = jnp.linalg.cholesky(a).T  # makes JAX load the library
+    with pytest.warns(ReplicatedWarning, match=r"'ffi_call' at .*test_regions\.py:\d+") as seen:
+        found = autoshard.jit(factor, mesh=mesh_of("4x2"))(a)
+    assert len(seen) == 1
+    assert_same(found, wanted)
+
+
+def test_shard_map_over_some_axes_and_with_permutes():
+    mesh = mesh_of("4x2")
+    over_a = {"mesh": mesh, "in_specs": P("a"), "axis_names": {"a"}}
+
+    def ring(x):
+        x = lax.ppermute(x, "a", [(i, (i + 1) % 4) for i in range(4)])
+        return x + lax.axis_index("a").astype(x.dtype)
+
+    def fn(x, w):
+        total = jax.shard_map(lambda x: lax.psum(x, "a"), out_specs=P(), **over_a)(jnp.sin(x))
+        return total @ w, jax.shard_map(ring, out_specs=P("a"), **over_a)(x @ w)
+
+    def whole(x, w):
+        blocks = jnp.arange(4, dtype=x.dtype).repeat(2)[:, None]
+        return sum(jnp.split(jnp.sin(x), 4)) @ w, jnp.roll(x @ w, 2, 0) + blocks
+
+    check_random_plans(fn, (X, W), range(3), mesh="4x2", reference=whole)
+
+
+def test_a_constraint_over_another_mesh_of_the_same_devices():
+    other = Mesh(np.array(jax.devices()).reshape(2, 4), ("p", "q"))
+
+    def fn(x, w):
+        y = lax.with_sharding_constraint(jnp.sin(x) @ w, NamedSharding(other, P("p", "q")))
+        return y, jnp.cos(y)
+
+    assert_same(autoshard.jit(fn, mesh=mesh_of("4x2"))(X, W), jax.jit(fn_free)(X, W))
 
 
 def test_foreign_calls_are_whole():
