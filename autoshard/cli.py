@@ -2,6 +2,8 @@
 
     python -m autoshard plan models.gpt:train_step --size 1b --mesh data=4,model=4 --hardware v5e
     --save plan.json
+    python -m autoshard plan models.gpt:train_step --size 1b --mesh v5e:4x4 --refine 2
+    python -m autoshard pareto models.gpt:train_step --size 1b --mesh v5e:4x4
     python -m autoshard explain plan.json
     python -m autoshard check plan.json models.gpt:train_step --size 1b --topology v5e:4x4
     python -m autoshard solve problem.json --time-limit 60 --output solution.json
@@ -61,17 +63,21 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     plan = commands.add_parser("plan", help="plan a function and print the explanation")
     plan.add_argument("function", metavar="module:function")
-    plan.add_argument("--mesh", required=True, help="axis names and sizes, data=4,model=2")
-    plan.add_argument("--hardware", required=True, help="a preset: v5e, v5p, v6e, h100, ...")
-    plan.add_argument("--size", help="passed to the module's example_arguments")
-    plan.add_argument(
-        "--memory-limit", type=_bytes, help="per device, e.g. 12GiB; default: what the chip has"
-    )
-    plan.add_argument(
-        "--time-limit", type=float, default=60.0, help="seconds for the solver, a safety net"
-    )
+    _add_target(plan)
     plan.add_argument("--save", metavar="plan.json", help="write the plan")
+    plan.add_argument(
+        "--refine",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compile the best plans, correct their costs and solve again, N times at most",
+    )
     plan.set_defaults(run=_plan)
+    pareto = commands.add_parser("pareto", help="the fastest plan for each of several limits")
+    pareto.add_argument("function", metavar="module:function")
+    _add_target(pareto)
+    pareto.add_argument("--points", type=int, default=6, help="plans at most")
+    pareto.set_defaults(run=_pareto)
     explain = commands.add_parser("explain", help="print the explanation of a saved plan")
     explain.add_argument("plan", metavar="plan.json")
     explain.set_defaults(run=_explain)
@@ -97,16 +103,48 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mesh",
+        required=True,
+        help="axis names and sizes, data=4,model=2; or a number of devices, 16, or a machine, "
+        "v5e:4x4, whose best mesh is then searched",
+    )
+    parser.add_argument("--hardware", help="a preset: v5e, v5p, v6e, h100, ...; a machine has one")
+    parser.add_argument("--size", help="passed to the module's example_arguments")
+    parser.add_argument(
+        "--memory-limit", type=_bytes, help="per device, e.g. 12GiB; default: what the chip has"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, help="seconds for the solver, a safety net"
+    )
+
+
+def _target(args: argparse.Namespace) -> dict[str, Any]:
+    mesh = int(args.mesh) if args.mesh.isdigit() else args.mesh
+    if args.hardware is None and ":" not in args.mesh:
+        raise UsageError(f"no hardware for mesh {args.mesh}: pass --hardware v5e or another preset")
+    return {
+        "mesh": mesh,
+        "hardware": args.hardware,
+        "memory_limit_bytes": args.memory_limit,
+        "time_limit_s": args.time_limit,
+    }
+
+
+def _pareto(args: argparse.Namespace) -> None:
+    function, arguments, donated = load_example(args.function, args.size)
+    plans = autoshard.pareto(
+        function, *arguments, points=args.points, donate_argnums=donated, **_target(args)
+    )
+    for plan in plans:
+        print(plan)
+
+
 def _plan(args: argparse.Namespace) -> None:
     function, arguments, donated = load_example(args.function, args.size)
     plan = autoshard.plan(
-        function,
-        *arguments,
-        mesh=args.mesh,
-        hardware=args.hardware,
-        memory_limit_bytes=args.memory_limit,
-        donate_argnums=donated,
-        time_limit_s=args.time_limit,
+        function, *arguments, donate_argnums=donated, refine=args.refine, **_target(args)
     )
     print(plan.explain())
     if args.save:

@@ -51,7 +51,7 @@ def test_sizes_meshes_hardware_and_files_that_do_not_exist(capsys):
     plan = ("plan", name, "--mesh", "x=8", "--hardware", "v5e")
     assert "knows no size 'huge'" in run(capsys, *plan, "--size", "huge")[2]
     assert (
-        "write data=4,model=2" in run(capsys, "plan", name, "--mesh", "8", "--hardware", "v5e")[2]
+        "write data=4,model=2" in run(capsys, "plan", name, "--mesh", "x8", "--hardware", "v5e")[2]
     )
     assert "v5e" in run(capsys, "plan", name, "--mesh", "x=8", "--hardware", "v99")[2]
     assert "cannot read nothing.json" in run(capsys, "explain", "nothing.json")[2]
@@ -73,3 +73,13 @@ def test_solve_writes_one_choice_a_node(capsys, tmp_path):
     assert status == 0 and "optimal" in out
     # [1, 1] costs 3 but uses 18 of 10; the rest: [1, 0] 8, [0, 1] 10, [0, 0] 9
     assert json.loads(output.read_text()) == [1, 0]
+
+
+def test_a_number_of_devices_leaves_the_mesh_to_the_planner(capsys):
+    argv = ("models.mlp:train_step", "--mesh", "8")
+    status, text, _ = run(capsys, "plan", *argv, "--hardware", "v5e")
+    assert status == 0 and "other meshes" in text and "x=4,y=2" in text
+    status, text, _ = run(capsys, "pareto", *argv, "--hardware", "v5e", "--points", "3")
+    assert status == 0 and 1 <= len(text.splitlines()) <= 3
+    status, _, error = run(capsys, "plan", *argv)
+    assert status == 2 and "pass --hardware" in error
