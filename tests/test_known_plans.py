@@ -1,0 +1,117 @@
+"""The plans that papers are named after come out of the solve, unasked, where they belong.
+
+No plan has a code path of its own. Each test names a workload and what its plan must look like:
+FSDP (Rajbhandari et al., "ZeRO", 2019, stage 3), hybrid sharding over slices, tensor parallelism
+with split sequences (Korthikanti et al., 2022), expert parallelism (Lepikhin et al., "GShard",
+2020), sequences split outside attention and heads inside (Jacobs et al., "DeepSpeed Ulysses",
+2023), split vocabularies, and embedding tables split where they are large.
+"""
+
+import dataclasses
+import functools
+import importlib
+
+import pytest
+
+import autoshard
+from autoshard import aot
+from autoshard.sharding import MeshShape
+
+
+@functools.cache
+def plan_of(model: str, base: str, mesh, hardware: str | None, **sizes) -> autoshard.Plan:
+    module = importlib.import_module(f"models.{model}")
+    return autoshard.plan(
+        module.train_step,
+        *module.example_arguments(dataclasses.replace(module.SIZES[base], **sizes)),
+        mesh=mesh,
+        hardware=hardware,
+        donate_argnums=module.donate_argnums,
+    )
+
+
+def axes_of(plan: autoshard.Plan, name: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the axes of each dim of the argument whose name ends so; moments have its name too.
+
+    An array and its moments must agree.
+    """
+    found = {a.sharding.dims for a in plan.arguments if a.name.endswith(name)}
+    assert len(found) == 1, f"{name}: {found}"
+    return found.pop()
+
+
+def moved(plan: autoshard.Plan, kind: str, source: str = "") -> list:
+    """Returns the collectives of a kind inside the layers, whose source line contains a text."""
+    return [c for c in plan.collectives if c.kind == kind and source in c.source and c.trips > 1]
+
+
+def test_fsdp_where_the_batch_is_large():
+    plan = plan_of("gpt", "1b", "data=8", "v5e", layers=2, width=1024, hidden=2816, batch=64)
+    for name in ("['wq']", "['wo']", "['w_gate']", "['w_down']"):
+        assert {a for axes in axes_of(plan, name) for a in axes} == {"data"}, name
+    assert moved(plan, "all-gather", "(project)"), "weights are gathered layer by layer"
+    assert moved(plan, "reduce-scatter", "(project)"), "gradients are scattered layer by layer"
+    assert not moved(plan, "all-to-all"), "activations stay where they are"
+
+
+def test_tensor_parallel_with_split_sequences_where_there_is_one_sequence():
+    plan = plan_of(
+        "gpt", "1b", "model=8", "v5e", layers=2, width=4096, hidden=16_384, batch=1, length=2048,
+        kv_heads=16,
+    )  # fmt: skip
+    assert axes_of(plan, "['wq']") == ((), (), ("model",), (), ())
+    assert axes_of(plan, "['wo']") == ((), ("model",), (), (), ())
+    assert axes_of(plan, "['w_gate']") == ((), (), ("model",))
+    assert axes_of(plan, "['w_down']") == ((), ("model",), ())
+    assert moved(plan, "reduce-scatter", "(project)") and moved(plan, "all-gather")
+    activations = 2048 * 4096 * 4 * 1.01
+    assert all(c.bytes <= activations for c in plan.collectives), "no weight moves"
+
+
+def test_experts_are_split_where_they_are_large_and_tokens_few():
+    plan = plan_of(
+        "moe", "8x7b", "expert=8", "v5p", layers=2, width=4096, hidden=14_336, batch=8, length=1024
+    )
+    assert axes_of(plan, "['w_gate']") == ((), ("expert",), (), ())
+    assert axes_of(plan, "['w_down']") == ((), ("expert",), (), ())
+    there_and_back = {c.source for c in moved(plan, "all-to-all") if "moe.py" in c.source}
+    assert len(there_and_back) == 2, "tokens go to their experts and come back"
+
+
+def test_sequences_are_split_outside_attention_and_heads_inside_where_sequences_are_few():
+    plan = plan_of("gpt", "1b", "data=8,model=2", "v5e", layers=2, batch=4, length=8192)
+    tokens = next(a for a in plan.arguments if a.name == "batch['targets']")
+    assert "data" in tokens.sharding.dims[1], "the batch is smaller than the axis"
+    assert [c for c in moved(plan, "all-to-all", "(attend)") if "data" in c.axes]
+
+
+def test_the_vocabulary_is_split_where_it_is_large():
+    plan = plan_of(
+        "gpt", "1b", "data=4,model=4", "v5e", layers=2, vocab=128_256, batch=16, length=1024
+    )
+    unembed = axes_of(plan, "['unembed']")
+    assert set(unembed[1]) == {"data", "model"}
+    logits = 16 * 1024 * 128_256 * 2 / 16
+    assert all(c.bytes < logits for c in plan.collectives), "logits stay where they are made"
+
+
+def test_attention_weights_are_split_inside_a_slice_and_repeated_across():
+    pytest.importorskip("libtpu")
+    mesh = aot.mesh("v5e:2x4*2", MeshShape.parse("slice=2,data=8"))
+    plan = plan_of("gpt", "1b", mesh, None, layers=2)
+    assert {a for axes in axes_of(plan, "['wq']") for a in axes} == {"data"}
+
+
+def test_large_tables_are_split_and_small_ones_are_not():
+    tables = (4_000_000, 400_000, 1000)
+    plan = plan_of("dlrm", "criteo", "data=2,model=4", "v5e", tables=tables, width=64, batch=32_768)
+    split = [axes_of(plan, f"['tables'][{i}]") for i in range(3)]
+    assert {a for axes in split[0] for a in axes} == {"data", "model"}
+    assert {a for axes in split[1] for a in axes} == {"data", "model"}
+
+
+def test_a_frozen_model_is_repeated_and_its_adapters_are_gathered_once():
+    plan = plan_of("lora", "1b", "data=2,model=4", "v5e", layers=2, batch=16)
+    base = [a for a in plan.arguments if ".base" in a.name]
+    assert base and all(a.sharding.is_replicated for a in base)
+    assert not moved(plan, "all-gather"), "nothing is gathered layer by layer"
