@@ -58,7 +58,7 @@ class Choices:
 # XLA packs its temporaries into one heap, with gaps; `memory_analysis` counts those gaps twice.
 # Most gaps are among what comes and goes within a loop's body.
 HEAP_GAPS = 1.15
-LOOP_GAPS = 1.3
+LOOP_GAPS = 1.4
 
 
 def gaps(live: Liveness, op: Op, start: int, end: int) -> float:
@@ -254,13 +254,27 @@ class _Pricing:
             size = self._range_bytes(i, live)
             if live.op.kind is Kind.INPUT:
                 kept = not next(inputs) and live.op.operands
-                size = size * 2 if kept else size  # the next state gets a buffer of its own
+                # The next state gets a buffer of its own.
+                size = size * 2 if kept else size + self._relaid_bytes(i, live.value, size)
             elif live.op.kind is not Kind.OUTPUT:
                 size = np.ceil(size * gaps(self.live, live.op, live.start, live.end))
             found.append(Usage(i, live.start, live.end, size, live.value.name))
         for i in range(len(self.ops)):
             found += self._partial_usages(i)
         return found
+
+    def _relaid_bytes(self, i: int, value: Value, size: np.ndarray) -> np.ndarray:
+        """Returns [S] the bytes of a state's copy in another layout, 0 where there is none.
+
+        A state comes in the layout that JAX gives it, minor dim last. Where the dim before that
+        leaves tiles part empty, the TPU compiler computes on a copy in an order that fills them.
+        """
+        rows, _ = self.topology.chip.tile(value.itemsize)
+        if len(value.shape) < 3 or not self.ops[i].operands:
+            return np.zeros(len(size))
+        shardings = [s.results[0] for s in self.strategies[i]]
+        second = [s.local_shape(value.shape, self.topology.mesh)[-2] for s in shardings]
+        return size * [1 < n < rows for n in second]
 
     def _partial_usages(self, i: int) -> list[Usage]:
         """Partial sums: until they are combined, or scattered, which waits for the loop's end."""

@@ -1,0 +1,133 @@
+"""What is priced against what the TPU compiler makes of it; the whole tables are benchmarks."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard import aot, collectives, inspect
+from autoshard.baselines import baselines
+from autoshard.hardware import preset
+from autoshard.sharding import MeshShape
+from autoshard.topology import topology
+from benchmarks import conformance, strategy_conformance
+from benchmarks.conformance_tables import spearman
+from models import gpt, mlp
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "axes"),
+    [
+        ("v5e:4x4", "a=4,b=4", ("a", "b")),
+        ("v5e:2x4", "a=8", ("a",)),
+        pytest.param("v5e:4x4", "a=2,b=8", ("b",), marks=SLOW),
+        pytest.param("v5p:2x2x2", "a=8", ("a",), marks=SLOW),
+        pytest.param("v5p:2x2x2", "a=4,b=2", ("a",), marks=SLOW),
+        pytest.param("v6e:4x4", "a=4,b=4", ("a",), marks=SLOW),
+    ],
+)
+def test_reduce_scatters_are_priced_as_what_they_become(target, mesh, axes):
+    shape = MeshShape.parse(mesh)
+    devices = aot.mesh(target, shape)
+
+    def scatter(x, w):
+        return jax.lax.psum_scatter(x.T @ w, axes, scatter_dimension=0, tiled=True)
+
+    run = jax.shard_map(scatter, mesh=devices, in_specs=P(axes), out_specs=P(axes), check_vma=False)
+    split = NamedSharding(devices, P(axes))
+    args = [jax.ShapeDtypeStruct((1024, n), jnp.float32, sharding=split) for n in (2048, 4096)]
+    step = inspect.inspect(jax.jit(run).lower(*args).compile(), devices)
+    links = topology(shape, preset(target.split(":")[0]), devices.devices)
+    kinds = {c.kind for c in step.collectives if c.bytes > 2**20 and c.kind != "collective-permute"}
+    expected = "reduce-scatter" if collectives.scatters(links, axes) else "all-reduce"
+    assert kinds == {expected}
+
+
+ENTRIES = ("dot", "loss, batch split", "scanned layers, data parallel", "optimizer, ZeRO-1")
+
+
+@SLOW
+@pytest.mark.parametrize("name", ENTRIES)
+def test_strategies_are_compiled_as_priced(name):
+    entry = next(e for e in strategy_conformance.ENTRIES if e.name == name)
+    for outcome in strategy_conformance.outcomes(entry):
+        assert outcome.matches, str(outcome)
+
+
+@SLOW
+def test_a_plan_is_compiled_in_the_memory_that_it_predicts():
+    """Large enough for what stays in the chip's vector memory, 128 MiB, not to count."""
+    sizes = mlp.Sizes(3, 2048, 8192, 16_384, compute_dtype="bfloat16")
+    args = mlp.example_arguments(sizes)
+    found = autoshard.plan(
+        mlp.train_step, *args, mesh="data=4,model=2", hardware="v5e", donate_argnums=0
+    )
+    checked = found.check(mlp.train_step, *args, topology="v5e:2x4")
+    assert checked.peak_ratio == pytest.approx(1, abs=0.1)
+    assert checked.unplanned_fraction < 0.02
+
+
+def test_a_second_gather_is_compiled_as_one():
+    """Without a barrier XLA keeps what the first gather made, and the memory that it takes."""
+    sizes = {"layers": 2, "width": 1024, "hidden": 4096, "batch": 8192, **conformance.BF16}
+    p = conformance.prepare(conformance.Case("mlp", sizes, "v5e:2x4", "data=8"))
+    (fsdp,) = [b for b in baselines(p.choices, p.program.carried) if "FSDP over data" in b.name]
+    plan = conformance.plan_of(p, fsdp.choices)
+    assert plan.constraints.again
+    found = plan.check(p.fn, *p.args, topology="v5e:2x4").comparison
+    assert found is not None
+    planned, compiled = (
+        sum(c.bytes * c.trips for c in side if c.kind == "all-gather")
+        for side in (found.planned, found.compiled)
+    )
+    assert compiled == pytest.approx(planned, rel=0.02)
+
+
+NODES = (("v5e:2x4", "chip=8"), ("v5e:2x4*2", "slice=2,chip=8"))
+
+
+@SLOW
+def test_two_slices_are_planned_otherwise_than_one():
+    """What a layer gathers never crosses the network between slices, nor do activations."""
+    sizes = gpt.Sizes(4, 1024, 4096, 8, 8, 8192, 64, 1024)
+    args = gpt.example_arguments(sizes)
+    plans = [
+        autoshard.plan(
+            gpt.train_step, *args, mesh=aot.mesh(target, MeshShape.parse(mesh)), donate_argnums=0
+        )
+        for target, mesh in NODES
+    ]
+    specs = [jax.tree.leaves(p.in_shardings[0]) for p in plans]
+    assert specs[0] != specs[1]
+    layers = [c for c in plans[1].collectives if c.trips > 1]
+    crossing = [c for c in layers if "slice" in c.axes]
+    assert all(c.reason == "partial sums" for c in crossing)  # gradients, of all the batch
+
+
+def test_two_hosts_are_planned_otherwise_than_one():
+    sizes = dataclasses.replace(gpt.SIZES["small"], layers=2, batch=64)
+    args = gpt.example_arguments(sizes)
+    plans = [
+        autoshard.plan(gpt.train_step, *args, mesh=mesh, hardware="h100", donate_argnums=0)
+        for mesh in ("chip=8", "host=2,chip=8")
+    ]
+    specs = [[str(a.sharding) for a in p.arguments] for p in plans]
+    assert specs[0] != specs[1]
+    layers = [c for c in plans[1].collectives if c.trips > 1 and "host" in c.axes]
+    assert all(c.reason == "partial sums" for c in layers)
+
+
+def test_rank_correlation():
+    assert spearman([(1, 10), (2, 20), (3, 30)]) == pytest.approx(1)
+    assert spearman([(1, 30), (2, 20), (3, 10)]) == pytest.approx(-1)
+    assert spearman([(1, 1), (2, 3), (3, 2), (4, 4)]) == pytest.approx(0.8)
