@@ -269,12 +269,12 @@ class _Pricing:
         A state comes in the layout that JAX gives it, minor dim last. Where the dim before that
         leaves tiles part empty, the TPU compiler computes on a copy in an order that fills them.
         """
-        rows, _ = self.topology.chip.tile(value.itemsize)
+        rows, lanes = self.topology.chip.tile(value.itemsize)
         if len(value.shape) < 3 or not self.ops[i].operands:
             return np.zeros(len(size))
         shardings = [s.results[0] for s in self.strategies[i]]
-        second = [s.local_shape(value.shape, self.topology.mesh)[-2] for s in shardings]
-        return size * [1 < n < rows for n in second]
+        local = [s.local_shape(value.shape, self.topology.mesh) for s in shardings]
+        return size * [1 < shape[-2] < rows and shape[-1] >= lanes for shape in local]
 
     def _partial_usages(self, i: int) -> list[Usage]:
         """Partial sums: until they are combined, or scattered, which waits for the loop's end."""

@@ -102,3 +102,13 @@ def test_tile_padding_is_paid_in_memory_on_a_tpu():
     choices = choices_of(lambda x: x + 1, array(64, 3, 3), hardware="v5e", donated=(0,))
     usage = next(u for u in choices.problem.usages if choices.ops[u.node].kind is Kind.INPUT)
     assert np.max(usage.bytes) == 128 * 4 * 3 * 4  # 64 to 128 lanes, 3 to 4 sublanes
+
+
+def test_a_state_that_leaves_tiles_part_empty_is_held_in_another_layout_too():
+    def step(w):
+        return w + 1
+
+    for shape, copies in (((512, 4, 512), 2), ((512, 8, 512), 1), ((4, 512, 512), 1)):
+        choices = choices_of(step, array(*shape), hardware="v5e", donated=(0,))
+        size = shape[0] * shape[1] * shape[2] * 4
+        assert cost.peak(choices, pick(choices))[0] == pytest.approx(copies * size)
