@@ -392,7 +392,7 @@ def test_a_narrow_index_into_a_long_dim(dtype):
     def wide(x, i, many):
         return fn(x, i.astype(np.int32), many.astype(np.int32))
 
-    x, many = np.arange(512, dtype=np.float32), np.arange(0, 128, 16, dtype)[:, None]
+    x, many = np.arange(512, dtype=np.float32), np.arange(0, 128, 16).astype(dtype)[:, None]
     check_random_plans(fn, (x, dtype(100), many), range(6), reference=wide)
 
 
