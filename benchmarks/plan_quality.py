@@ -145,11 +145,14 @@ def line(row: Row) -> str:
 
 
 def save(store: pathlib.Path, workload: str, rows: list[Row]) -> None:
-    """Replaces the rows of a workload that are made anew, keeps the others."""
+    """Replaces the rows of a workload that are made anew, keeps the others; ours stand first."""
     kept = json.loads(store.read_text()) if store.exists() else []
     made = {(r.plan, r.mesh) for r in rows}
     kept = [r for r in kept if r["workload"] != workload or (r["plan"], r["mesh"]) not in made]
-    store.write_text(json.dumps(kept + [dataclasses.asdict(r) for r in rows], indent=1) + "\n")
+    order = [w.name for w in WORKLOADS]
+    found = [dataclasses.asdict(r) for r in rows] + kept
+    found.sort(key=lambda r: (order.index(r["workload"]), not r["ours"]))
+    store.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
