@@ -103,7 +103,7 @@ def shapes(device_count: int) -> list[MeshShape]:
     """Returns every ordered factorisation into at most MOST_AXES axes, the fewest axes first."""
     if device_count < 1:
         raise MeshError(f"got a mesh of {device_count} devices, wanted at least 1")
-    found = [(device_count,)]
+    found: list[tuple[int, ...]] = [(device_count,)]
     for count in range(2, MOST_AXES + 1):
         found += _factorisations(device_count, count)
     return [MeshShape(tuple(zip(DEFAULT_NAMES, sizes, strict=False))) for sizes in found]

@@ -133,6 +133,8 @@ class HandJit:
             names = ("V", "D")
         stored = self._spread(names, table.shape, where, self.plan.least)
         rows = op.results[0] if op.primitive == "gather" else op.operands[2]
+        if rows is None:
+            return
         column: tuple[Axes, ...] = (*((),) * (len(rows.shape) - 1), stored.dims[1])
         if op.primitive == "gather":
             made = self._result(op, rule, axes)

@@ -23,7 +23,8 @@ def test_on_devices_without_a_schedule_the_plan_is_compiled_and_right():
     plan = autoshard.plan(*STEP, mesh=mesh_of("4x2"), donate_argnums=0, refine=1)
     assert plan.compiled and min(s for _, _, s in plan.compiled) < math.inf
     assert "plans compiled" in plan.explain()
-    found = jax.tree.leaves(run(plan.jit(mlp.train_step), mlp.init("tiny")))
+    planned: Any = plan.jit(mlp.train_step)
+    found = jax.tree.leaves(run(planned, mlp.init("tiny")))
     wanted = jax.tree.leaves(jax.jit(mlp.train_step)(*mlp.init("tiny")))
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
