@@ -138,13 +138,31 @@ class Evaluation:
             args = _in_bounds(eqn, args)
         elif eqn.primitive.name.startswith(("gather", "scatter")):
             args[1] = _wide(args[1])
+        alone = self.is_alone(eqn, path)
+        if alone:
+            args[0] = jax.lax.optimization_barrier(args[0])
         if eqn.primitive.name in _DEBUG and any("Ordered" in type(e).__name__ for e in eqn.effects):
             return _ordered(eqn, args)
         scatter = self.constraints.scatters.get(path)
         outs = _bind(eqn, args, eqn.params) if scatter is None else self.blocks(eqn, args, scatter)
-        if eqn.primitive.name == "mul" and self.is_one_integer_a_device(outs[0]):
+        if alone or eqn.primitive.name == "mul" and self.is_one_integer_a_device(outs[0]):
             outs = [jax.lax.optimization_barrier(outs[0])]
         return [self.produced(x, path, k) for k, x in enumerate(outs)]
+
+    def is_alone(self, eqn: jex.JaxprEqn, path: str) -> bool:
+        """Whether a device may write at one index only, into a dim that is sharded.
+
+        XLA 0.10.2 makes that a dynamic_slice, of which it adds the start, unclamped where the index
+        is another device's, to that of a resharding's slice before it; and it adds into the other
+        operand of a sum what is scattered into zeros. So nothing may move across.
+        """
+        if not eqn.primitive.name.startswith("scatter"):
+            return False
+        indices, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
+        indexed = (*numbers.scatter_dims_to_operand_dims, *numbers.operand_batching_dims)
+        chain = self.constraints.results.get((path, 0))
+        sharded = chain is None or any(s.dims[d] for s in chain for d in indexed)
+        return sharded and indices.size <= self.mesh.size * indices.shape[-1]
 
     def is_one_integer_a_device(self, x: Any) -> bool:
         """Whether blocks of x may hold one integer, which XLA 0.10.2 takes for index arithmetic.

@@ -54,6 +54,8 @@ def binary(p: RandomProgram):
             ("div", lambda x, y: x / (1.0 + jnp.abs(y)), False),
         ]
     )  # fmt: skip
+    if name in ("max", "min") and p.near_ties_matter(a, b):
+        name, fn, exact = "logaddexp", jnp.logaddexp, False
     p.add(name, fn, [a, b], exact)
 
 
@@ -180,6 +182,8 @@ def reduce(p: RandomProgram):
     if a is not None and (p.avals[a].size or name in ("sum", "prod", "any", "softmax")):
         rank = len(p.avals[a].shape)
         dims = tuple(sorted(p.rng.sample(range(rank), p.rng.randint(1, min(2, rank)))))
+        if name in ("max", "min") and p.near_ties_matter(a):
+            name, fn = "norm", lambda x, d: jnp.sqrt(1.0 + jnp.sum(x * x, d))
         p.add(f"{name}{dims}", lambda x: fn(x, dims), [a], exact)
 
 
@@ -198,7 +202,13 @@ def running(p: RandomProgram):
             ("associative", lambda x: lax.associative_scan(jnp.minimum, x, axis=d, reverse=back)),
         ]
     )
+    if name in ("cummax", "associative") and p.near_ties_matter(a):
+        name, fn = "products", lambda x: _running_products(jnp.cos(x), d, back)
     p.add(f"{name}({d}, {back})", fn, [a])
+
+
+def _running_products(x, d: int, back: bool):
+    return lax.associative_scan(jnp.multiply, x, axis=d, reverse=back)
 
 
 @operation
@@ -319,8 +329,10 @@ def window(p: RandomProgram):
     k = p.pick(also=lambda v: len(v.shape) == 2 and v.shape[0] == c)
     stride = p.rng.choice((1, 2))
     if k is None:
-        sizes, steps = (1, 2, 1), (1, stride, 1)
-        p.add("pool", lambda u: lax.reduce_window(u, -jnp.inf, lax.max, sizes, steps, "SAME"), [x])
+        mean = p.near_ties_matter(x)
+        first, fn = (0.0, lax.add) if mean else (-jnp.inf, lax.max)
+        sizes, steps, name = (1, 2, 1), (1, stride, 1), "mean_pool" if mean else "pool"
+        p.add(name, lambda u: lax.reduce_window(u, first, fn, sizes, steps, "SAME"), [x])
         return
 
     def convolve(u, v):
@@ -396,7 +408,8 @@ def call(p: RandomProgram):
     if p.depth >= MAX_DEPTH:
         return
     kind = p.rng.choice(("cond", "checkpoint", "grad", "jit", "vmap"))
-    body, other = p.body([a, b]), p.body([a, b])
+    inner = kind in ("grad", "checkpoint")
+    body, other = (p.body([a, b], differentiable=inner) for _ in range(2))
     flag = p.pick(I32)
 
     def scalar(x, y):

@@ -73,11 +73,21 @@ class RandomProgram:
             OPERATIONS[self.rng.choices(names, weights)[0]](self)
         return self
 
-    def body(self, operands: Sequence[int], avals: Sequence[Any] = ()) -> "RandomProgram":
+    def near_ties_matter(self, *operands: int) -> bool:
+        """Whether a maximum of some values may be differentiated, and rounding choose among them.
+
+        Their gradient is not continuous: a loop that converges makes many values almost equal.
+        """
+        return self.differentiable and not all(self.exact[i] for i in operands)
+
+    def body(
+        self, operands: Sequence[int], avals: Sequence[Any] = (), differentiable: bool = False
+    ) -> "RandomProgram":
         """Returns a program of a few steps over some values, and arguments of its own."""
         inner = [*avals, *(self.avals[i] for i in operands)]
         exact = [False] * len(avals) + [self.exact[i] for i in operands]
         body = RandomProgram(self.rng, inner, exact, self.depth + 1)
+        body.differentiable = self.differentiable or differentiable
         return body.grow(self.rng.randint(2, 5))
 
     def __call__(self, *args: Any) -> tuple:

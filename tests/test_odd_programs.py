@@ -399,3 +399,21 @@ def test_a_narrow_index_into_a_long_dim(dtype):
 def test_an_integer_a_device_keeps_its_factor():
     """XLA 0.10.2 makes dynamic_slice(dynamic_slice(x, i, 4) * 3, j, 1) lose the 3."""
     check_random_plans(lambda i: (i * 3, i * 3 + 1), (np.arange(8, dtype=np.int32),), range(40))
+
+
+@pytest.mark.parametrize("index", [0, 3, 6])
+def test_a_scatter_at_one_index_keeps_other_rows(index):
+    """XLA 0.10.2 overwrites the edge of every block that does not hold the index."""
+
+    def fn(x, i, row, column):
+        y = x * 2.0
+        added = jnp.zeros_like(x).at[i].add(row) + y
+        return added, y.at[i].set(row), y.at[i[0], i[0] + 1].max(5.0), y.at[:, i].mul(column)
+
+    def gradient(*args):
+        return jax.grad(lambda x: sum(jnp.sum(jnp.sin(y)) for y in fn(x, *args[1:])))(args[0])
+
+    i = np.array([index], np.int32)
+    args = X[:, :8], i, X[:1, 8:], W[:8, :1]
+    check_random_plans(fn, args, range(12))
+    check_random_plans(gradient, args, range(6))
