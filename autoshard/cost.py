@@ -32,23 +32,6 @@ class Choices:
     edge_ties: tuple[np.ndarray, ...]  # [S of a, S of b] of each edge
     donated: tuple[bool, ...]  # of each INPUT, in order
 
-    def with_ties(self, weight_s: float) -> ShardingProblem:
-        """Returns the problem with the second objective, steps and then sharded axes, added.
-
-        Ties between equally fast plans go to fewer collectives, then to simpler specs; at a small
-        enough weight nothing else changes.
-        """
-        problem = self.problem
-        nodes = (
-            dataclasses.replace(node, costs_s=node.costs_s + weight_s * ties)
-            for node, ties in zip(problem.nodes, self.node_ties, strict=True)
-        )
-        edges = (
-            dataclasses.replace(edge, costs_s=edge.costs_s + weight_s * ties)
-            for edge, ties in zip(problem.edges, self.edge_ties, strict=True)
-        )
-        return dataclasses.replace(problem, nodes=tuple(nodes), edges=tuple(edges))
-
     def sharding_of(self, value: Value, choices: Sequence[int]) -> Sharding:
         """Returns the sharding in which a value is produced."""
         node, k = self.producer[id(value)]
@@ -113,7 +96,7 @@ class _Pricing:
             id(v): (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)
         }
         self._indices: dict[tuple, np.ndarray] = {}
-        self._matrices: dict[tuple, np.ndarray] = {}
+        self._matrices: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
         self._texts: dict[int, tuple[str, ...]] = {}
         self._local: dict[tuple, np.ndarray] = {}
         self._stored: dict[tuple, np.ndarray] = {}
@@ -212,14 +195,11 @@ class _Pricing:
                 a, r = self.producer[id(value)]
                 if a == i:
                     continue
-                costs = self._edge_costs(a, r, i, k, value, op.operand_trips[k])
-                if op.kind is Kind.INPUT and self.donated[int(op.path.removeprefix("in"))]:
-                    costs = costs + (costs > 0) * self._copy_s(i, k, value)
+                donated = op.kind is Kind.INPUT and self.donated[int(op.path.removeprefix("in"))]
+                costs, steps = self._edge(a, r, i, k, value, op.operand_trips[k], donated)
                 if costs.any():
                     found.append(Edge(a, i, costs))
-                    rows = self.indices(a, "results", r, value)
-                    columns = self.indices(i, "operands", k, value)
-                    ties.append(self.table(value).step_counts[np.ix_(rows, columns)])
+                    ties.append(steps)
         return found, ties
 
     def _copy_s(self, i: int, k: int, value: Value) -> np.ndarray:
@@ -229,20 +209,20 @@ class _Pricing:
         """
         return 2 * self.local_bytes(i, "operands", k, value) / self.topology.chip.hbm_bytes_per_s
 
-    def _edge_costs(self, a: int, r: int, b: int, k: int, value: Value, trips: int) -> np.ndarray:
-        key = (
-            id(self.strategies[a]),
-            r,
-            id(self.strategies[b]),
-            k,
-            value.shape,
-            value.itemsize,
-            trips,
-        )
+    def _edge(
+        self, a: int, r: int, b: int, k: int, value: Value, trips: int, donated: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the costs and the steps [S_a, S_b]; the same objects wherever they are equal."""
+        ends = (id(self.strategies[a]), r, id(self.strategies[b]), k)
+        key = (*ends, value.shape, value.itemsize, trips, donated)
         if key not in self._matrices:
-            rows = self.indices(a, "results", r, value)
-            columns = self.indices(b, "operands", k, value)
-            self._matrices[key] = self.table(value).seconds[np.ix_(rows, columns)] * trips
+            place = np.ix_(
+                self.indices(a, "results", r, value), self.indices(b, "operands", k, value)
+            )
+            costs = self.table(value).seconds[place] * trips
+            if donated:
+                costs = costs + (costs > 0) * self._copy_s(b, k, value)
+            self._matrices[key] = (costs, self.table(value).step_counts[place])
         return self._matrices[key]
 
     def usages(self) -> list[Usage]:

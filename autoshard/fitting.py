@@ -6,20 +6,24 @@ limit, the rows are tightened by as much and the problem is solved again.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from autoshard import cost
 from autoshard.baselines import Baseline
+from autoshard.coarsen import Fold, fold
 from autoshard.cost import Choices
 from autoshard.errors import InfeasibleError, NoSolutionError
 from autoshard.explain import VALUES_SHOWN, bytes_text, seconds_text
-from autoshard.problem import Solution, Status
+from autoshard.lifted import lifted_bound
+from autoshard.problem import ShardingProblem, Solution, Status
 from autoshard.solve import smallest_peak, solve
 
 TIES = 1e-6  # of the objective, for the second one
 GAP = 1e-4  # between cost and bound, as integer programs are commonly solved to
+FOLDED_NODES = 2_000  # nodes above which repeated blocks are folded
 TRIES = 6  # solves until the plan fits
 
 
@@ -43,7 +47,12 @@ def fitted(
         (b for b in known if limit is None or b.peak_bytes <= limit), key=lambda b: b.objective_s
     )
     hints = [b.choices for b in fitting]
-    solution, bound_s = _tightened(choices, hints, limit, time_limit_s, cutoff_s)
+    solution = Solution((), np.inf, 0.0, Status.UNKNOWN, np.nan)
+    bound_s = 0.0
+    for model in _models(choices):
+        solution, bound_s = _tightened(model, hints, limit, time_limit_s, cutoff_s)
+        if solution.choices:
+            break
     if fitting and (not solution.choices or fitting[0].objective_s < solution.objective_s):
         return _taken(choices, fitting[0].choices, bound_s)
     if solution.choices or not choices.problem.nodes:
@@ -56,8 +65,90 @@ def fitted(
     return _smallest(choices, known, bound_s, time_limit_s)
 
 
+class _Model:
+    """A problem of seconds with its second objective, folded or not."""
+
+    def __init__(self, choices: Choices, fold: Fold | None):
+        self.choices, self.fold = choices, fold
+        self.problem = choices.problem if fold is None else fold.problem(choices.problem)
+        if fold is None:
+            self.node_ties: Sequence[np.ndarray] = choices.node_ties
+            self.edge_ties: Sequence[np.ndarray] = choices.edge_ties
+        else:
+            self.node_ties = fold.node_sums(choices.node_ties)
+            sums = fold.edge_sums(choices.problem.edges, choices.edge_ties)
+            self.edge_ties = [edge.costs_s for edge in sums]
+
+    @functools.cached_property
+    def lifted_bound_s(self) -> float:
+        return -np.inf if self.fold is None else lifted_bound(self.choices.problem, self.fold)
+
+    def solve(
+        self,
+        limit: float | None,
+        hints: Sequence[Sequence[int]],
+        time_limit_s: float,
+        cutoff_s: float = np.inf,
+    ) -> Solution:
+        """Solves for seconds, then for the second objective, in one solve.
+
+        The ties weigh TIES of a known objective in all, so they cost the plan at most that much;
+        the bound is lowered by it, so that it stays one of the first objective.
+        """
+        problem = self.problem
+        if self.fold is not None:
+            hints = [self.fold.fold(hint) for hint in hints]
+        start = hints[0] if hints else [int(np.argmin(n.costs_s)) for n in problem.nodes]
+        ties = sum(float(t.max(initial=0)) for t in (*self.node_ties, *self.edge_ties))
+        weight_s = TIES * problem.objective_s(start) / max(ties, 1.0)
+        tied = dataclasses.replace(self._tied(weight_s), usage_limit_bytes=limit)
+        fitting = [h for h in hints if limit is None or problem.peak_bytes(h) <= limit]
+        solution = solve(tied, time_limit_s=time_limit_s, hints=fitting, gap=GAP, cutoff_s=cutoff_s)
+        if not solution.choices:
+            return solution
+        objective_s = problem.objective_s(solution.choices)
+        bound_s = max(min(solution.bound_s - weight_s * ties, objective_s), 0.0)
+        found = dataclasses.replace(solution, objective_s=objective_s, bound_s=bound_s)
+        return found if self.fold is None else self._unfolded(found, self.fold)
+
+    def _tied(self, weight_s: float) -> ShardingProblem:
+        """Returns the problem with the second objective, steps and then sharded axes, added.
+
+        Ties between equally fast plans go to fewer collectives, then to simpler specs; at a small
+        enough weight nothing else changes.
+        """
+        nodes = (
+            dataclasses.replace(node, costs_s=node.costs_s + weight_s * ties)
+            for node, ties in zip(self.problem.nodes, self.node_ties, strict=True)
+        )
+        edges = (
+            dataclasses.replace(edge, costs_s=edge.costs_s + weight_s * ties)
+            for edge, ties in zip(self.problem.edges, self.edge_ties, strict=True)
+        )
+        return dataclasses.replace(self.problem, nodes=tuple(nodes), edges=tuple(edges))
+
+    def _unfolded(self, solution: Solution, fold: Fold) -> Solution:
+        """The bound of the folded problem is none of the whole: nodes may differ there."""
+        bound_s = min(self.lifted_bound_s, solution.objective_s)
+        proven = solution.objective_s - bound_s <= GAP * solution.objective_s
+        return dataclasses.replace(
+            solution,
+            choices=fold.unfold(solution.choices),
+            bound_s=bound_s,
+            status=Status.OPTIMAL if proven else Status.FEASIBLE,
+        )
+
+
+def _models(choices: Choices) -> Iterator[_Model]:
+    """Yields the folded problem, if it is much smaller, and then the whole one."""
+    folded = fold(choices.problem) if len(choices.problem.nodes) > FOLDED_NODES else None
+    if folded is not None:
+        yield _Model(choices, folded)
+    yield _Model(choices, None)
+
+
 def _tightened(
-    choices: Choices,
+    model: _Model,
     hints: Sequence[Sequence[int]],
     limit: float | None,
     time_limit_s: float,
@@ -67,12 +158,12 @@ def _tightened(
 
     The rows' limit goes down by what is over, then halfway back where nothing is left.
     """
-    solution = _solve(choices, limit, hints, time_limit_s, cutoff_s)
+    solution = model.solve(limit, hints, time_limit_s, cutoff_s)
     bound_s = solution.bound_s if solution.choices else 0.0
     tight, too_tight = limit, None
     for attempt in range(TRIES):
         if solution.choices:
-            size = cost.peak(choices, solution.choices)[0]
+            size = cost.peak(model.choices, solution.choices)[0]
             if limit is None or tight is None or size <= limit or bound_s > cutoff_s:
                 status = solution.status if attempt == 0 else Status.FEASIBLE
                 found = dataclasses.replace(solution, peak_bytes=size, status=status)
@@ -83,35 +174,9 @@ def _tightened(
             break
         else:
             too_tight, tight = tight, (tight + loose) / 2
-        solution = _solve(choices, max(tight, 0.0), hints, time_limit_s)
+        solution = model.solve(max(tight, 0.0), hints, time_limit_s)
     status = solution.status if not solution.choices else Status.INFEASIBLE
     return Solution((), np.inf, solution.bound_s, status, np.nan), bound_s
-
-
-def _solve(
-    choices: Choices,
-    limit: float | None,
-    hints: Sequence[Sequence[int]],
-    time_limit_s: float,
-    cutoff_s: float = np.inf,
-) -> Solution:
-    """Solves for seconds, then for the second objective, in one solve.
-
-    The ties weigh TIES of a known objective in all, so they cost the plan at most that much; the
-    bound is lowered by it, so that it stays one of the first objective.
-    """
-    problem = choices.problem
-    start = hints[0] if hints else [int(np.argmin(n.costs_s)) for n in problem.nodes]
-    ties = sum(t.max(initial=0) for t in (*choices.node_ties, *choices.edge_ties))
-    weight_s = TIES * problem.objective_s(start) / max(float(ties), 1.0)
-    tied = dataclasses.replace(choices.with_ties(weight_s), usage_limit_bytes=limit)
-    fitting = [h for h in hints if limit is None or problem.peak_bytes(h) <= limit]
-    solution = solve(tied, time_limit_s=time_limit_s, hints=fitting, gap=GAP, cutoff_s=cutoff_s)
-    if not solution.choices:
-        return solution
-    objective_s = problem.objective_s(solution.choices)
-    bound_s = min(solution.bound_s - weight_s * float(ties), objective_s)
-    return dataclasses.replace(solution, objective_s=objective_s, bound_s=max(bound_s, 0.0))
 
 
 def _taken(choices: Choices, picked: Sequence[int], bound_s: float) -> Solution:
@@ -130,7 +195,7 @@ def least_peak(
     least = min(tried, key=lambda picked: cost.peak(choices, picked)[0])
     for _ in range(TRIES):
         size = cost.peak(choices, least)[0]
-        lower, _ = _tightened(choices, (), size - 1.0, time_limit_s)
+        lower, _ = _tightened(_Model(choices, None), (), size - 1.0, time_limit_s)
         if not lower.choices or size <= enough_bytes:
             break
         least = lower.choices

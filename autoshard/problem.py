@@ -186,7 +186,7 @@ class Status(enum.Enum):
     """How a solve ended; the value is what to tell the user."""
 
     OPTIMAL = "optimal: no choice costs less"
-    FEASIBLE = "feasible: the limit struck before the bound met the cost"
+    FEASIBLE = "feasible: not proven that no choice costs less"
     INFEASIBLE = "infeasible: no choice keeps the memory limit and avoids every forbidden pair"
     UNKNOWN = "none found yet: the limit struck first"
 

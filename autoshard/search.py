@@ -256,7 +256,7 @@ class Elimination:
         elif len(keys) == 1:
             self.costs[keys[0]] = self.costs[keys[0]] + best
         else:
-            self._connect(*keys, best)
+            self._connect(keys[0], keys[1], best)
         self._stack.append((i, keys, answer))
         del self.edges[i], self.costs[i]
         for j in keys:

@@ -21,7 +21,7 @@ resharding roofline liveness
 compose shardy primitives rules
 strategies trace
 cost
-baselines answer bound dual kernel peak prices reduce search solve
+baselines answer bound coarsen dual kernel lifted peak prices reduce search solve
 apply emit explicit explain plan
 fitting meshes pins stages
 pareto jitted planning
