@@ -50,9 +50,7 @@ class Fold:
         counts = np.bincount(self.classes)
         return [n * arrays[i] for i, n in zip(self.members.tolist(), counts.tolist(), strict=True)]
 
-    def edge_sums(
-        self, edges: Sequence[Edge], matrices: Sequence[np.ndarray]
-    ) -> tuple[Edge, ...]:
+    def edge_sums(self, edges: Sequence[Edge], matrices: Sequence[np.ndarray]) -> tuple[Edge, ...]:
         """Returns one edge for each pair of classes, the sum of `matrices`, one for each edge."""
         classes = self.classes.tolist()
         counts: dict[tuple[int, int], dict[int, int]] = {}
