@@ -39,11 +39,12 @@ def baselines(choices: Choices, carried: tuple[int | None, ...]) -> list[Baselin
     mesh = choices.topology.mesh
     names = tuple(name for name, size in mesh.axes if size > 1)
     found: dict[tuple[int, ...], Baseline] = {}
+    incoming = _incoming(choices)
     for count in range(len(names), 0, -1):
         for batch in itertools.combinations(names, count):
             rest = tuple(a for a in names if a not in batch)
             for state in dict.fromkeys(((), batch, names)):
-                picked = _Walk(choices, carried, batch, state).run()
+                picked = _Walk(choices, carried, incoming, batch, state).run()
                 if picked not in found:
                     problem = choices.problem
                     found[picked] = Baseline(
@@ -60,35 +61,51 @@ def _name(batch: Axes, state: Axes, rest: Axes) -> str:
     return f"batch over {','.join(batch)}, {kind}" + (f", {','.join(rest)} free" if rest else "")
 
 
+def _incoming(choices: Choices) -> list[list[tuple[int, np.ndarray, bool]]]:
+    """Returns each node's edges to earlier ones: (node, costs, whether it is the edge's first)."""
+    found: list[list[tuple[int, np.ndarray, bool]]] = [[] for _ in choices.ops]
+    for edge in choices.problem.edges:
+        ahead = edge.a < edge.b
+        found[max(edge.a, edge.b)].append((min(edge.a, edge.b), edge.costs_s, ahead))
+    return found
+
+
 class _Walk:
     """One pass in execution order; `batch_dim` holds the batch dim of each value that has one."""
 
-    def __init__(self, choices: Choices, carried, batch: Axes, state: Axes):
+    def __init__(self, choices: Choices, carried, incoming, batch: Axes, state: Axes):
         self.choices, self.carried, self.batch, self.state = choices, carried, batch, state
         self.batch_dim: dict[int, int] = {}
         self.splits: dict[tuple[int, int, int], np.ndarray] = {}
         self.picked: list[int] = []
-        self.incoming: list[list] = [[] for _ in choices.ops]
-        for edge in choices.problem.edges:
-            a, b, costs = edge.a, edge.b, edge.costs_s
-            self.incoming[max(a, b)].append((min(a, b), costs if a < b else costs.T))
+        self.incoming = incoming
+        self.known: dict[tuple, int] = {}  # what operations that are alike pick
 
     def run(self) -> tuple[int, ...]:
+        picked, nodes = self.picked, self.choices.problem.nodes
         for i, op in enumerate(self.choices.ops):
             strategies = self.choices.strategies[i]
-            costs = self.choices.problem.nodes[i].costs_s.copy()
-            for j, matrix in self.incoming[i]:
-                costs = costs + matrix[self.picked[j]]
-            allowed = (
-                self._input(op, strategies) if op.kind is Kind.INPUT else self._kept(op, strategies)
-            )
-            open_positions = (
-                np.flatnonzero(allowed) if allowed.any() else np.arange(len(strategies))
-            )
-            best = int(open_positions[np.argmin(costs[open_positions])])
-            self.picked.append(best)
-            self._label(op, strategies[best])
-        return tuple(self.picked)
+            if op.kind is Kind.INPUT:
+                picked.append(self._best(i, self._input(op, strategies)))
+                if self.carried[int(op.path.removeprefix("in"))] is None:
+                    self._label(op, strategies[picked[i]])
+                continue
+            labels = self._labels(op)
+            before = [(picked[j], id(costs)) for j, costs, _ in self.incoming[i]]
+            key = (id(strategies), id(nodes[i].costs_s), labels, *before)
+            if key not in self.known:
+                self.known[key] = self._best(i, self._kept(strategies, labels))
+            picked.append(self.known[key])
+            if labels:
+                self._label(op, strategies[picked[i]])
+        return tuple(picked)
+
+    def _best(self, i: int, allowed: np.ndarray) -> int:
+        costs = self.choices.problem.nodes[i].costs_s
+        for j, matrix, is_ahead in self.incoming[i]:
+            costs = costs + (matrix[self.picked[j]] if is_ahead else matrix[:, self.picked[j]])
+        positions = np.flatnonzero(allowed) if allowed.any() else np.arange(len(costs))
+        return int(positions[np.argmin(costs[positions])])
 
     def _input(self, op: Op, strategies: tuple[Strategy, ...]) -> np.ndarray:
         """The state lies whole or is split along its largest dim, the batch along its first."""
@@ -104,13 +121,13 @@ class _Walk:
                 return np.array(wanted)
         return np.array([s.results[0].is_replicated for s in strategies])
 
-    def _kept(self, op: Op, strategies: tuple[Strategy, ...]) -> np.ndarray:
+    def _labels(self, op: Op) -> tuple[tuple[int, int], ...]:
+        """Returns (operand number, dim) of each batch dim that an operation reads."""
+        known = self.batch_dim
+        return tuple([(k, known[id(v)]) for k, v in enumerate(op.operands) if id(v) in known])
+
+    def _kept(self, strategies: tuple[Strategy, ...], labels) -> np.ndarray:
         """Which strategies split each operand's batch dim, and no other, along the batch axes."""
-        labels = [
-            (k, self.batch_dim[id(v)])
-            for k, v in enumerate(op.operands)
-            if v is not None and id(v) in self.batch_dim
-        ]
         kept = np.ones(len(strategies), bool)
         for k, d in labels:
             key = (id(strategies), k, d)
@@ -126,10 +143,6 @@ class _Walk:
         )
 
     def _label(self, op: Op, strategy: Strategy) -> None:
-        has_batch = any(v is not None and id(v) in self.batch_dim for v in op.operands)
-        is_batch_input = op.kind is Kind.INPUT and self.carried[int(op.path[2:])] is None
-        if not has_batch and not is_batch_input:
-            return
         for value, partial in zip(op.results, strategy.partial, strict=True):
             for d, axes in enumerate(partial.dims):
                 if axes == self.batch:

@@ -11,6 +11,7 @@ from autoshard.fusion import is_matmul
 from autoshard.graph import Graph, Kind, Op, Value
 from autoshard.liveness import Liveness, LiveRange, liveness
 from autoshard.problem import Edge, Node, ShardingProblem, Usage
+from autoshard.reads import Reads
 from autoshard.resharding import ReshardTable, table
 from autoshard.sharding import Sharding
 from autoshard.strategies import Strategy
@@ -31,6 +32,22 @@ class Choices:
     node_ties: tuple[np.ndarray, ...]  # [S] of each node, the second objective
     edge_ties: tuple[np.ndarray, ...]  # [S of a, S of b] of each edge
     donated: tuple[bool, ...]  # of each INPUT, in order
+    reads: Reads = dataclasses.field(default_factory=Reads)
+
+    @functools.cached_property
+    def matmuls_before(self) -> list[int]:
+        """When the last matmul before each operation runs, in the same loop if in one.
+
+        An asynchronous gather starts then: the compiler hides it behind that matmul.
+        """
+        last: dict[tuple[int, int] | None, int] = {}
+        found = []
+        for op in self.ops:
+            t, span = self.live.runs[id(op)], self.live.spans.get(id(op))
+            found.append(min(t, last.get(span, t)))
+            if is_matmul(op):
+                last[span] = t
+        return found
 
     def sharding_of(self, value: Value, choices: Sequence[int]) -> Sharding:
         """Returns the sharding in which a value is produced."""
@@ -82,6 +99,7 @@ def build(
         node_ties,
         tuple(edge_ties),
         tuple(donated),
+        pricing.reads,
     )
 
 
@@ -95,9 +113,14 @@ class _Pricing:
         self.producer = {
             id(v): (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)
         }
+        self.reads = Reads()
         self._indices: dict[tuple, np.ndarray] = {}
         self._matrices: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
         self._texts: dict[int, tuple[str, ...]] = {}
+        self._nodes: dict[tuple, np.ndarray] = {}
+        self._compute: dict[tuple, np.ndarray] = {}
+        self._collective: dict[tuple, np.ndarray] = {}
+        self._ties: dict[tuple, np.ndarray] = {}
         self._local: dict[tuple, np.ndarray] = {}
         self._stored: dict[tuple, np.ndarray] = {}
 
@@ -135,19 +158,36 @@ class _Pricing:
         texts = self._texts.get(id(self.strategies[i]))
         if texts is None:
             texts = self._texts[id(self.strategies[i])] = tuple(map(str, self.strategies[i]))
-        return Node(op.trips * self._compute_s(i) + self._collective_s(i), op.path, texts)
+        compute_s, collective_s = self._compute_s(i), self._collective_s(i)
+        key = (op.trips, id(compute_s), id(collective_s))
+        if key not in self._nodes:
+            self._nodes[key] = op.trips * compute_s + collective_s
+        return Node(self._nodes[key], op.path, texts)
 
     def _compute_s(self, i: int) -> np.ndarray:
+        """Returns [S] the seconds of a trip; the same object for operations that are alike."""
+        op, fusion = self.ops[i], self.live.fusion
+        reads, writes = tuple(roofline.reads(op, fusion)), tuple(roofline.writes(op, fusion))
+        vector_ops = roofline.vector_ops(op, fusion)
+        values = tuple(v and (v.shape, v.dtype) for v in (*op.operands, *op.results))
+        numbers = op.eqn and op.eqn.params.get("dimension_numbers")
+        form = (op.kind, op.primitive, numbers and str(numbers))
+        key = (id(self.strategies[i]), form, values, reads, writes, vector_ops)
+        if key not in self._compute:
+            self._compute[key] = self._priced_compute_s(i, reads, writes, vector_ops)
+        return self._compute[key]
+
+    def _priced_compute_s(self, i: int, reads, writes, vector_counts) -> np.ndarray:
         op, strategies = self.ops[i], self.strategies[i]
         traffic = np.zeros(len(strategies))
-        for k, size in roofline.reads(op, self.live.fusion):
+        for k, size in reads:
             value = op.operands[k]
             if value is not None and value.size_bytes:
                 traffic += self.local_bytes(i, "operands", k, value) * (size / value.size_bytes)
-        for k in roofline.writes(op, self.live.fusion):
+        for k in writes:
             traffic += self.local_bytes(i, "partial", k, op.results[k])
         vector_ops = np.zeros(len(strategies))
-        for k, count in roofline.vector_ops(op, self.live.fusion):
+        for k, count in vector_counts:
             value = op.operands[k]
             if count and value is not None and value.size_bytes:
                 vector_ops += self.local_bytes(i, "operands", k, value) * count / value.size_bytes
@@ -165,25 +205,32 @@ class _Pricing:
 
     def _collective_s(self, i: int) -> np.ndarray:
         op, strategies = self.ops[i], self.strategies[i]
-        total = np.zeros(len(strategies))
-        for p, strategy in enumerate(strategies):
-            if strategy.reduced:
-                trips = reduction_trips(op, strategy, self.live)
-                total[p] = trips * sum(
-                    seconds for _, _, _, seconds in reductions(op, strategy, self.topology)
-                )
-        return total
+        values = tuple((v.shape, v.itemsize) for v in op.results)
+        key = (id(strategies), values, op.trips, self.live.reduction_trips(op))
+        if key not in self._collective:
+            total = np.zeros(len(strategies))
+            for p, strategy in enumerate(strategies):
+                if strategy.reduced:
+                    trips = reduction_trips(op, strategy, self.live)
+                    total[p] = trips * sum(
+                        seconds for _, _, _, seconds in reductions(op, strategy, self.topology)
+                    )
+            self._collective[key] = total
+        return self._collective[key]
 
     def node_ties(self, i: int) -> np.ndarray:
         """Returns [S] the collectives of each strategy, and a little for each axis at a border."""
-        border = self.ops[i].kind in (Kind.INPUT, Kind.OUTPUT)
-        axes = 0.01 if border else 0.0
-        return np.array(
-            [
-                bool(s.reduced) + bool(s.scattered) + axes * sum(len(r.axes) for r in s.results)
-                for s in self.strategies[i]
-            ]
-        )
+        strategies, border = self.strategies[i], self.ops[i].kind in (Kind.INPUT, Kind.OUTPUT)
+        key = (id(strategies), border)
+        if key not in self._ties:
+            axes = 0.01 if border else 0.0
+            self._ties[key] = np.array(
+                [
+                    bool(s.reduced) + bool(s.scattered) + axes * sum(len(r.axes) for r in s.results)
+                    for s in strategies
+                ]
+            )
+        return self._ties[key]
 
     def edges(self) -> tuple[list[Edge], list[np.ndarray]]:
         """Returns the edges and their ties, the number of resharding steps."""
@@ -193,6 +240,8 @@ class _Pricing:
                 if value is None or not value.shape or id(value) in self.live.fusion.free:
                     continue
                 a, r = self.producer[id(value)]
+                want = self.indices(i, "operands", k, value)
+                self.reads.add(i, k, a, self.indices(a, "results", r, value), want)
                 if a == i:
                     continue
                 donated = op.kind is Kind.INPUT and self.donated[int(op.path.removeprefix("in"))]
@@ -341,35 +390,31 @@ def peak(choices: Choices, solution: Sequence[int]) -> tuple[float, list[tuple[s
 def _transients(choices: Choices, solution: Sequence[int]):
     """Yields (start, end, bytes, label) of the buffers that two choices together call for."""
     live, topology = choices.live, choices.topology
-    inputs = iter(choices.donated)
-    before = _matmuls_before(choices)
-    for i, op in enumerate(choices.ops):
-        strategy = choices.strategies[i][solution[i]]
-        is_donated = op.kind is Kind.INPUT and next(inputs)
-        t = live.runs[id(op)]
-        for k, value in enumerate(op.operands):
-            if value is None or not value.shape:
-                continue
-            have, want = choices.sharding_of(value, solution), strategy.operands[k]
-            if have == want or id(value) in live.fusion.free:
-                continue
-            size, end = stored_bytes(topology, value, want), t + 1
-            start = before[i] if is_matmul(op) and _is_gathered(have, want, topology) else t
-            if op.kind is Kind.INPUT and is_donated:
-                # What a collective makes cannot be written over an argument still being read.
-                yield 0, live.end, size, f"copy of {op.results[0].name}"
-                continue
-            if op.kind in (Kind.SLICE, Kind.ENTER):
-                start, end = live.spans[id(op)]
-            elif op.kind is Kind.READ:
-                if id(op.results[0]) in live.fusion.written:
-                    size = stored_bytes(topology, value, have)
-                else:
-                    end = max(end, live.ends[id(op.results[0])])
-            elif op.kind is not Kind.LEAF:
-                continue
-            weight = gaps(live, op, start, end)
-            yield start, end, size * weight, f"{value.name}, resharded"
+    before = choices.matmuls_before
+    for i, k in choices.reads.moved(solution):
+        op = choices.ops[i]
+        value, t = op.operands[k], live.runs[id(op)]
+        if value is None:
+            continue
+        have = choices.sharding_of(value, solution)
+        want = choices.strategies[i][solution[i]].operands[k]
+        size, end = stored_bytes(topology, value, want), t + 1
+        start = before[i] if is_matmul(op) and _is_gathered(have, want, topology) else t
+        if op.kind is Kind.INPUT and choices.donated[int(op.path.removeprefix("in"))]:
+            # What a collective makes cannot be written over an argument still being read.
+            yield 0, live.end, size, f"copy of {op.results[0].name}"
+            continue
+        if op.kind in (Kind.SLICE, Kind.ENTER):
+            start, end = live.spans[id(op)]
+        elif op.kind is Kind.READ:
+            if id(op.results[0]) in live.fusion.written:
+                size = stored_bytes(topology, value, have)
+            else:
+                end = max(end, live.ends[id(op.results[0])])
+        elif op.kind is not Kind.LEAF:
+            continue
+        weight = gaps(live, op, start, end)
+        yield start, end, size * weight, f"{value.name}, resharded"
 
 
 def _is_gathered(have: Sharding, want: Sharding, topology: Topology) -> bool:
@@ -377,18 +422,3 @@ def _is_gathered(have: Sharding, want: Sharding, topology: Topology) -> bool:
     axes = tuple(a for a in have.axes if a not in want.axes)
     kind = collectives.Kind.ALL_GATHER
     return bool(axes) and collectives.overlaps(kind, topology, axes)
-
-
-def _matmuls_before(choices: Choices) -> list[int]:
-    """Returns when the last matmul before each operation runs, in the same loop if in one.
-
-    An asynchronous gather starts then: the compiler hides it behind that matmul.
-    """
-    live, last = choices.live, {}
-    found = []
-    for op in choices.ops:
-        t, span = live.runs[id(op)], live.spans.get(id(op))
-        found.append(min(t, last.get(span, t)))
-        if is_matmul(op):
-            last[span] = t
-    return found

@@ -188,7 +188,7 @@ class _Analysis:
             self.work[id(value)] = self.work.get(id(source), 0)
             if id(source) in self.stored:
                 self.stored.add(id(value))
-                if id(source) in self.written - self.resident:
+                if id(source) in self.written and id(source) not in self.resident:
                     self.written.add(id(value))
             elif id(source) in self.pending:
                 self.pending.add(id(value))
@@ -338,7 +338,7 @@ class _Analysis:
     def kernel(self, op: Op) -> Kernel | None:
         """Returns the kernel of an operation, which reads each stored value once."""
         matmul = is_matmul(op)
-        if not matmul and not any(id(v) in self.stored | self.ended for v in op.results):
+        if not matmul and not any(id(v) in self.stored or id(v) in self.ended for v in op.results):
             return None
         found: dict[int, Root] = {}
         vector_ops: list[tuple[int, float]] = []

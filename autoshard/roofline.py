@@ -121,8 +121,7 @@ def writes(op: Op, fusion: Fusion) -> list[int]:
     """Returns the result numbers whose local bytes are written to memory."""
     if op.kind is not Kind.LEAF or op.primitive in IN_PLACE:
         return []
-    written = fusion.stored | fusion.ended
-    return [k for k, value in enumerate(op.results) if id(value) in written]
+    return [k for k, v in enumerate(op.results) if id(v) in fusion.stored or id(v) in fusion.ended]
 
 
 def _matmul_dtype(op: Op) -> str:

@@ -346,7 +346,7 @@ class _Run:
         limit += 1e-9 * abs(self.objective)
         hopeless = dual.excess + dual.excess_bound > limit
         held = sum(len(belief) for belief in dual.messages.beliefs.values())
-        if np.count_nonzero(hopeless) < 0.05 * held:
+        if np.count_nonzero(hopeless) < 0.2 * held:
             return False
         self._remove(hopeless)
         return True

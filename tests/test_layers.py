@@ -16,7 +16,7 @@ sharding hardware fields factors clock references
 problem
 graph topology
 collectives
-fusion
+fusion reads
 resharding roofline liveness
 compose shardy primitives rules
 strategies trace
