@@ -217,7 +217,8 @@ def order(p: RandomProgram):
     if a is None:
         return
     d = p.rng.randrange(len(p.avals[a].shape))
-    k = max(1, p.avals[a].shape[-1] // 2)
+    n = p.avals[a].shape[-1]
+    k = max(min(1, n), n // 2)
     name, fn = p.rng.choice(
         [
             ("sort", lambda x: jnp.sort(x, d)),
@@ -283,7 +284,7 @@ def _only_differ(a, b, d: int) -> bool:
 @operation
 def gather(p: RandomProgram):
     a, i = p.pick(rank=1), p.pick(I32)
-    if a is None:
+    if a is None or not p.avals[a].size:
         return
     shape = p.avals[a].shape
     d = p.rng.randrange(len(shape))
