@@ -1,6 +1,6 @@
 """autoshard decides how a JAX program is sharded."""
 
-from autoshard.api import jit, pareto, plan
+from autoshard.api import jit, pareto, plan, sharding_problem
 from autoshard.calibrate import calibrate
 from autoshard.errors import (
     ArgumentError,
@@ -36,4 +36,5 @@ __all__ = [
     "load",
     "pareto",
     "plan",
+    "sharding_problem",
 ]

@@ -16,7 +16,7 @@ from autoshard.jitted import JittedFunction, PlannedFunction
 from autoshard.meshes import MeshLike
 from autoshard.pareto import frontier
 from autoshard.plan import Plan
-from autoshard.problem import Solution
+from autoshard.problem import ShardingProblem, Solution
 from autoshard.refine import Attempt, refined
 from autoshard.rules import rules_for
 from autoshard.stages import Stages
@@ -114,6 +114,38 @@ def jit(
     return JittedFunction(fn, make, planning.numbers(static_argnums) + names(static_argnames))
 
 
+def sharding_problem(
+    fn: Callable,
+    *args: Any,
+    mesh: MeshLike,
+    hardware: str | Hardware | None = None,
+    memory_limit_bytes: float | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> ShardingProblem:
+    """Returns the integer program that `plan` solves, without its second objective.
+
+    `autoshard.problem.write` saves it, `python -m autoshard solve` solves it on any machine: what
+    to attach to a report about a plan that took long. Arguments and errors are those of `plan`.
+    """
+    options = planning.Options(
+        hardware=hardware,
+        memory_limit_bytes=memory_limit_bytes,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=planning.numbers(donate_argnums),
+        static_argnums=planning.numbers(static_argnums),
+    )
+    stages = Stages(f"pricing {getattr(fn, '__name__', 'function')}")
+    with stages.line(), auto_axes():
+        with stages.stage("trace"):
+            program = _traced(fn, args, kwargs or {}, mesh, options)
+        return _priced(program, planning.target(mesh, options), options, stages).choices.problem
+
+
 def pareto(
     fn: Callable,
     *args: Any,
@@ -174,18 +206,9 @@ def _planned(
 ) -> planning.Planned:
     """Plans for the mesh, or for every candidate, keeping the fastest, or the fastest compiled."""
     stages = Stages(f"planning {getattr(fn, '__name__', 'function')}")
-    explicit = explicit_mesh(mesh)
     with stages.line(), auto_axes():
         with stages.stage("trace"):
-            program = traced(
-                fn,
-                args,
-                kwargs,
-                explicit,
-                static_argnums=options.static_argnums,
-                donate_argnums=options.donate_argnums,
-                donate_argnames=options.donate_argnames,
-            )
+            program = _traced(fn, args, kwargs, mesh, options)
         attempts: list[Attempt] = []
 
         def plan_on(target: planning.Target, cutoff_s: float) -> planning.Planned:
@@ -209,6 +232,18 @@ def _planned(
             best, tried=fastest.plan.tried, stages=tuple(stages.times.items())
         )
         return dataclasses.replace(fastest, plan=best)
+
+
+def _traced(fn: Callable, args: tuple, kwargs: dict, mesh, options: planning.Options) -> Program:
+    return traced(
+        fn,
+        args,
+        kwargs,
+        explicit_mesh(mesh),
+        static_argnums=options.static_argnums,
+        donate_argnums=options.donate_argnums,
+        donate_argnames=options.donate_argnames,
+    )
 
 
 def _solved(

@@ -6,7 +6,9 @@
     python -m autoshard pareto models.gpt:train_step --size 1b --mesh v5e:4x4
     python -m autoshard explain plan.json
     python -m autoshard check plan.json models.gpt:train_step --size 1b --topology v5e:4x4
-    python -m autoshard solve problem.json --time-limit 60 --output solution.json
+    python -m autoshard problem models.gpt:train_step --mesh data=4,model=2 --hardware v5e
+    --output problem.json.gz
+    python -m autoshard solve problem.json.gz --time-limit 60 --output solution.json
 
 A module names its example arguments in a function `example_arguments(size)`, which returns a tuple
 of pytrees of arrays or jax.ShapeDtypeStruct (without --size it is called with no argument), and
@@ -73,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
         help="compile the best plans, correct their costs and solve again, N times at most",
     )
     plan.set_defaults(run=_plan)
+    problem = commands.add_parser("problem", help="write the integer program behind a plan")
+    problem.add_argument("function", metavar="module:function")
+    _add_target(problem)
+    problem.add_argument(
+        "--output", required=True, metavar="problem.json.gz", help="for `solve`, on any machine"
+    )
+    problem.set_defaults(run=_problem)
     pareto = commands.add_parser("pareto", help="the fastest plan for each of several limits")
     pareto.add_argument("function", metavar="module:function")
     _add_target(pareto)
@@ -149,6 +158,16 @@ def _plan(args: argparse.Namespace) -> None:
     print(plan.explain())
     if args.save:
         plan.save(args.save)
+
+
+def _problem(args: argparse.Namespace) -> None:
+    from autoshard import problem as problems
+
+    function, arguments, donated = load_example(args.function, args.size)
+    target = {k: v for k, v in _target(args).items() if k != "time_limit_s"}
+    problem = autoshard.sharding_problem(function, *arguments, donate_argnums=donated, **target)
+    problems.write(problem, args.output)
+    print(problem)
 
 
 def _explain(args: argparse.Namespace) -> None:

@@ -2,7 +2,10 @@ import json
 
 import pytest
 
-from autoshard import cli
+import autoshard
+from autoshard import cli, fitting
+from autoshard import problem as problems
+from models import mlp
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -55,6 +58,22 @@ def test_sizes_meshes_hardware_and_files_that_do_not_exist(capsys):
     )
     assert "v5e" in run(capsys, "plan", name, "--mesh", "x=8", "--hardware", "v99")[2]
     assert "cannot read nothing.json" in run(capsys, "explain", "nothing.json")[2]
+
+
+def test_a_written_problem_solves_to_the_plans_step_time(capsys, tmp_path):
+    path, output = str(tmp_path / "problem.json.gz"), str(tmp_path / "solution.json")
+    target = ("models.mlp:train_step", "--mesh", "data=4,model=2", "--hardware", "v5e")
+    assert run(capsys, "problem", *target, "--output", path)[0] == 0
+    status, solved, _ = run(capsys, "solve", path, "--output", output)
+    assert status == 0 and "optimal" in solved
+    problem = problems.read(path)
+    with open(output) as file:
+        objective_s = problem.objective_s(json.load(file))
+    plan = autoshard.plan(
+        mlp.train_step, *mlp.example_arguments(), mesh="data=4,model=2", hardware="v5e",
+        donate_argnums=mlp.donate_argnums,
+    )  # fmt: skip
+    assert objective_s == pytest.approx(plan.objective_s, rel=2 * fitting.GAP)
 
 
 def test_solve_writes_one_choice_a_node(capsys, tmp_path):
