@@ -159,7 +159,8 @@ class _Run:
                 continue
             gained = dual.last_bound - before
             left = self.objective - self.bound if self.best is not None else math.inf
-            if gained > min(5e-3 * abs(self.bound), 0.1 * left):
+            short = self.best is None and price_steps  # of memory: nothing is known to fit
+            if gained > min(5e-3 * abs(self.bound), 0.1 * left) and not short:
                 continue
             if not price_steps:
                 if not kernels or not self.stage("kernel", self._kernel, dual, search):
@@ -253,8 +254,9 @@ class _Run:
         self.bound = max(self.bound, min(bound, self.objective))
 
     def _narrow(self, dual: Dual, search: Search) -> None:
-        """Has the search of a large core look at what the messages like only."""
-        if len(self.flat.edge_costs) > WIDE_PAIRS:
+        """Has the search of a core with many strategies look at what the messages like only."""
+        pairs = len(self.flat.edge_costs)
+        if pairs > max(WIDE_PAIRS, PROMISING**2 * len(self.flat.edge_a)):
             search.narrow(dual.promising(PROMISING))
 
     def _decode(self, dual: Dual, search: Search, x: np.ndarray) -> np.ndarray:
