@@ -4,6 +4,7 @@
 """
 
 import concurrent.futures
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from tests.random_programs import differentiated, random_program
 TOLERANCE = 3e-5
 # A process is given up after so many programs: what JAX remembers of each adds up.
 A_PROCESS = 125
+HANGS_AFTER_S = 300
 
 
 def check(rng: random.Random, plans: str) -> None:
@@ -69,10 +71,13 @@ def _start() -> None:
 def _failures(numbers: list[int]) -> list[str]:
     found = []
     for number in numbers:
+        print(number, end=" ", file=sys.stderr, flush=True)  # the last one, should it hang
+        faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
         try:
             check_numbered(number)
         except Exception:
             found.append(f"program {number}\n{traceback.format_exc()}")
+        faulthandler.cancel_dump_traceback_later()
     return found
 
 
