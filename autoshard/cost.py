@@ -10,12 +10,14 @@ from autoshard import collectives, roofline
 from autoshard.fusion import is_matmul
 from autoshard.graph import Graph, Kind, Op, Value
 from autoshard.liveness import Liveness, LiveRange, liveness
+from autoshard.moves import copied
 from autoshard.problem import Edge, Node, ShardingProblem, Usage
 from autoshard.reads import Reads
 from autoshard.resharding import ReshardTable, table
 from autoshard.sharding import Sharding
 from autoshard.strategies import Strategy
 from autoshard.topology import Topology
+from autoshard.vmem import Buffer, fullest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,16 +57,9 @@ class Choices:
         return self.strategies[node][choices[node]].results[k]
 
 
-# XLA packs its temporaries into one heap, with gaps; `memory_analysis` counts those gaps twice.
-# Most gaps are among what comes and goes within a loop's body.
-HEAP_GAPS = 1.15
-LOOP_GAPS = 1.4
-
-
-def gaps(live: Liveness, op: Op, start: int, end: int) -> float:
-    """Returns by how much a buffer that `op` causes weighs more than its bytes."""
-    first, last = live.spans.get(id(op), (start, end))
-    return LOOP_GAPS if end - start < last - first and end <= last else HEAP_GAPS
+# XLA packs its temporaries into one heap: on 24 compiled plans the heap is a tenth larger than what
+# is alive in it at once, and `memory_analysis` counts a part of that twice.
+GAPS = 1.2
 
 
 def build(
@@ -110,6 +105,7 @@ class _Pricing:
         self.ops: tuple[Op, ...] = ops
         self.strategies: tuple[tuple[Strategy, ...], ...] = strategies
         self.topology, self.live, self.donated = topology, live, donated
+        self.copied = copied(ops, live.fusion, donated)
         self.producer = {
             id(v): (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)
         }
@@ -117,6 +113,7 @@ class _Pricing:
         self._indices: dict[tuple, np.ndarray] = {}
         self._matrices: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
         self._texts: dict[int, tuple[str, ...]] = {}
+        self._moves: dict[tuple, np.ndarray] = {}
         self._nodes: dict[tuple, np.ndarray] = {}
         self._compute: dict[tuple, np.ndarray] = {}
         self._collective: dict[tuple, np.ndarray] = {}
@@ -159,10 +156,26 @@ class _Pricing:
         if texts is None:
             texts = self._texts[id(self.strategies[i])] = tuple(map(str, self.strategies[i]))
         compute_s, collective_s = self._compute_s(i), self._collective_s(i)
-        key = (op.trips, id(compute_s), id(collective_s))
+        move_s = self._move_s(i)
+        key = (op.trips, id(compute_s), id(collective_s), id(move_s))
         if key not in self._nodes:
-            self._nodes[key] = op.trips * compute_s + collective_s
+            costs = op.trips * compute_s + collective_s
+            self._nodes[key] = costs if move_s is None else costs + op.trips * move_s
         return Node(self._nodes[key], op.path, texts)
+
+    def _move_s(self, i: int) -> np.ndarray | None:
+        """Returns [S] the seconds in which a border copies what passes it, in one trip."""
+        role = self.copied.get(id(self.ops[i]))
+        if role is None:
+            return None
+        (value,) = getattr(self.ops[i], role)[:1]
+        key = (id(self.strategies[i]), role, value.shape, value.itemsize)
+        if key not in self._moves:
+            chip, mesh = self.topology.chip, self.topology.mesh
+            local = [s.local_shape(value.shape, mesh) for s in self.table(value).shardings]
+            moved = np.array([chip.move_s(shape, value.itemsize) for shape in local])
+            self._moves[key] = moved[self.indices(i, role, 0, value)]
+        return self._moves[key]
 
     def _compute_s(self, i: int) -> np.ndarray:
         """Returns [S] the seconds of a trip; the same object for operations that are alike."""
@@ -286,7 +299,7 @@ class _Pricing:
                 # The next state gets a buffer of its own.
                 size = size * 2 if kept else size + self._relaid_bytes(i, live.value, size)
             elif live.op.kind is not Kind.OUTPUT:
-                size = np.ceil(size * gaps(self.live, live.op, live.start, live.end))
+                size = np.ceil(size * GAPS)
             found.append(Usage(i, live.start, live.end, size, live.value.name))
         for i in range(len(self.ops)):
             found += self._partial_usages(i)
@@ -296,10 +309,11 @@ class _Pricing:
         """Returns [S] the bytes of a state's copy in another layout, 0 where there is none.
 
         A state comes in the layout that JAX gives it, minor dim last. Where the dim before that
-        leaves tiles part empty, the TPU compiler computes on a copy in an order that fills them.
+        leaves tiles part empty, the TPU compiler computes on a copy in an order that fills them;
+        not where a loop only takes slices of it.
         """
-        rows, lanes = self.topology.chip.tile(value.itemsize)
-        if len(value.shape) < 3 or not self.ops[i].operands:
+        rows, lanes = self.topology.chip.tile(4)
+        if len(value.shape) < 3 or not self.ops[i].operands or id(self.ops[i]) in self.copied:
             return np.zeros(len(size))
         shardings = [s.results[0] for s in self.strategies[i]]
         local = [s.local_shape(value.shape, self.topology.mesh) for s in shardings]
@@ -319,7 +333,7 @@ class _Pricing:
             size = self.stored_bytes(i, "partial", k, value)
             for which, stop in ((reduced & ~scattered, start + 1), (scattered, end)):
                 if which.any():
-                    held = np.ceil(size * which * gaps(live, op, start, stop))
+                    held = np.ceil(size * which * GAPS)
                     found.append(Usage(i, start, stop, held, f"{value.name}, partial"))
         return found
 
@@ -371,24 +385,20 @@ def peak(choices: Choices, solution: Sequence[int]) -> tuple[float, list[tuple[s
     Beside the usages of the problem, which depend on one choice each, it counts what depends on
     two: copies of operands brought into another sharding.
     """
-    problem = choices.problem
-    usages = [
-        (u.start, u.end, float(u.bytes[solution[u.node]]), u.label) for u in problem.usages
-    ] + list(_transients(choices, solution))
-    change = np.zeros(choices.live.end + 1)
-    for start, end, size, _ in usages:
-        change[start] += size
-        change[max(start, end)] -= size
-    used = np.cumsum(change[:-1])
-    if not len(used):
-        return 0.0, []
-    t = int(np.argmax(used))
-    alive = [(label, size) for start, end, size, label in usages if start <= t < end and size > 0]
-    return float(used[t]), sorted(alive, key=lambda item: -item[1])
+    buffers = [
+        Buffer(
+            u.start, u.end, float(u.bytes[solution[u.node]]), u.label,
+            choices.ops[u.node].kind in (Kind.LEAF, Kind.SLICE, Kind.ENTER, Kind.READ),
+        )
+        for u in choices.problem.usages
+    ]  # fmt: skip
+    for start, end, size, label, temporary in _transients(choices, solution):
+        buffers.append(Buffer(start, end, size, label, temporary))
+    return fullest(buffers, choices.live.end, choices.topology.chip.vector_memory_bytes)
 
 
 def _transients(choices: Choices, solution: Sequence[int]):
-    """Yields (start, end, bytes, label) of the buffers that two choices together call for."""
+    """Yields (start, end, bytes, label, temporary) of the buffers that two choices call for."""
     live, topology = choices.live, choices.topology
     before = choices.matmuls_before
     for i, k in choices.reads.moved(solution):
@@ -402,7 +412,7 @@ def _transients(choices: Choices, solution: Sequence[int]):
         start = before[i] if is_matmul(op) and _is_gathered(have, want, topology) else t
         if op.kind is Kind.INPUT and choices.donated[int(op.path.removeprefix("in"))]:
             # What a collective makes cannot be written over an argument still being read.
-            yield 0, live.end, size, f"copy of {op.results[0].name}"
+            yield 0, live.end, size, f"copy of {op.results[0].name}", False
             continue
         if op.kind in (Kind.SLICE, Kind.ENTER):
             start, end = live.spans[id(op)]
@@ -413,8 +423,7 @@ def _transients(choices: Choices, solution: Sequence[int]):
                 end = max(end, live.ends[id(op.results[0])])
         elif op.kind is not Kind.LEAF:
             continue
-        weight = gaps(live, op, start, end)
-        yield start, end, size * weight, f"{value.name}, resharded"
+        yield start, end, size * GAPS, f"{value.name}, resharded", True
 
 
 def _is_gathered(have: Sharding, want: Sharding, topology: Topology) -> bool:

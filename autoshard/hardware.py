@@ -28,6 +28,7 @@ class Chip:
     sublane_bytes: int = 0  # the second minor dim is padded to this / item size; 0: not
     matmul_tile: tuple[int, int] = (1, 1)  # a matmul's dims are padded to this in time
     clock_hz: float | None = None
+    vector_memory_bytes: float = 0.0  # of it, what the compiler gives to buffers
     cores: int = 1  # devices that this chip becomes when its cores are addressed apart
 
     def __post_init__(self):
@@ -87,6 +88,23 @@ class Chip:
             return size * min(minor, default=1.0)
         second = [_padded_rows(n, rows) / n for n in shape]
         return size * min(minor[d] * second[e] for d in dims for e in dims if d != e)
+
+    def move_s(self, shape: tuple[int, ...], itemsize: float) -> float:
+        """Returns the seconds to copy one device's block from a buffer to another.
+
+        A TPU copies by registers of 8 x 128 items, of 2 bytes no faster than of 4: of compiled v5e
+        programs, 208 to 248 bytes of float32 a cycle and 111 of bfloat16, where HBM could read and
+        write 270. Rows of a second minor dim below 8 fill them in part: 44 of bfloat16[.., 2, 128],
+        124 against 271 of float32[.., 4, 1024], never worse than a quarter.
+        """
+        size = self.stored_bytes(shape, itemsize)
+        if not self.sublane_bytes or not size:
+            return 2 * size / self.hbm_bytes_per_s
+        dims = [n for n in shape if n > 1]
+        part = 1.0
+        if len(dims) > 1 and dims[-2] < 8 and dims[-1] >= self.lanes:
+            part = max(dims[-2] / 8, 0.25)
+        return 2 * size * max(1.0, 4 / itemsize) / part / self.hbm_bytes_per_s
 
     def per_core(self) -> "Chip":
         """Returns the share of one core, for runtimes that show each core as a device."""
@@ -262,7 +280,7 @@ def _nearest_dtypes(dtype: str) -> tuple[str, ...]:
 
 
 def _tpu(name, bf16, int8, hbm_bytes_per_s, hbm_gib, reserved_gib, tile, clock_hz, fabric, **more):
-    """More: fp8 (FLOP/s), cores, f32."""
+    """More: fp8 (FLOP/s), cores, f32, vmem_mib."""
     flops = {"bfloat16": bf16, "float32": more.get("f32", bf16), "int8": int8}
     flops["float8_e4m3fn"] = more.get("fp8", bf16)
     return Hardware(
@@ -277,6 +295,7 @@ def _tpu(name, bf16, int8, hbm_bytes_per_s, hbm_gib, reserved_gib, tile, clock_h
             sublane_bytes=32,
             matmul_tile=(tile, tile),  # [book] part 2: 128x128, and 256x256 from v6e on
             clock_hz=clock_hz,
+            vector_memory_bytes=more.get("vmem_mib", 0) * 2.0**20,
             cores=more.get("cores", 1),
         ),
         fabric,
@@ -327,6 +346,7 @@ def _gpu(name, bf16, tf32, f64, int8, fp8, hbm_bytes_per_s, hbm_gib, clock_hz, n
 # 0.9 of Google's bidirectional bandwidth a port. DCN a chip: [book] part 2.
 # Reserve: [libtpu], which refuses what exceeds it. Float32 at JAX's default precision: bfloat16's
 # rate over the ratio of cycles that [libtpu] gives a 4096-cubed matmul (v4, v5e, v6e: near 1).
+# Vector memory: [libtpu] the most that its buffer assignments fill (v4, v7: not looked at).
 # Clock: FLOP/s over 2 x tile^2 x MXUs, 4 MXUs a core, two cores a chip of v4 and v5p.
 _TPUS = (
     _tpu(
@@ -334,13 +354,17 @@ _TPUS = (
         fabric=_torus(4.5e10, 6.25e9, 3, 4, 4096, on_chip=Link("custom", 3e11, latency_s=1e-6)),
     ),
     _tpu(
-        "v5e", 1.97e14, 3.94e14, 8.1e11, 16, 0.25, 128, 1.5e9, _torus(4.5e10, 3.125e9, 2, 16, 256)
+        "v5e", 1.97e14, 3.94e14, 8.1e11, 16, 0.25, 128, 1.5e9, vmem_mib=112,
+        fabric=_torus(4.5e10, 3.125e9, 2, 16, 256),
     ),
     _tpu(
-        "v5p", 4.59e14, 9.18e14, 2.765e12, 96, 0.26, 128, 1.75e9, cores=2, f32=2.92e14,
+        "v5p", 4.59e14, 9.18e14, 2.765e12, 96, 0.26, 128, 1.75e9, cores=2, f32=2.92e14, vmem_mib=48,
         fabric=_torus(9e10, 6.25e9, 3, 4, 8960, on_chip=Link("custom", 6e11, latency_s=1e-6)),
     ),
-    _tpu("v6e", 9.2e14, 1.84e15, 1.6e12, 32, 0.75, 256, 1.75e9, _torus(9e10, 1.25e10, 2, 16, 256)),
+    _tpu(
+        "v6e", 9.2e14, 1.84e15, 1.6e12, 32, 0.75, 256, 1.75e9, vmem_mib=112,
+        fabric=_torus(9e10, 1.25e10, 2, 16, 256),
+    ),
     # [cloud] "TPU7x": JAX shows each of the two chiplets as a device, so this is half a chip: 2307
     # TFLOP/s, 192 GiB, 7380 GB/s a chip, ICI as v5p, chiplet to chiplet 6 times one ICI link.
     _tpu(

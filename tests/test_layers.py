@@ -17,9 +17,9 @@ problem
 graph topology
 collectives
 fusion reads
-resharding roofline liveness
+resharding roofline liveness moves
 compose shardy primitives rules
-strategies trace
+strategies trace vmem
 cost
 baselines answer bound coarsen dual kernel lifted peak prices reduce search solve
 apply emit explicit explain plan

@@ -1,0 +1,95 @@
+"""What a TPU keeps in vector memory, and what it copies."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.hardware import preset
+from autoshard.liveness import liveness
+from autoshard.moves import copied
+from autoshard.trace import trace
+from autoshard.vmem import Buffer, fullest
+
+MIB = 2.0**20
+
+
+def small(start, end, mib, temporary=True):
+    return Buffer(start, end, mib * MIB, f"{start} to {end}", temporary)
+
+
+def test_small_temporaries_take_no_hbm():
+    state = small(0, 4, 100, temporary=False)
+    assert fullest([state, small(1, 2, 20)], 4, 112 * MIB)[0] == 100 * MIB
+    assert fullest([state, small(1, 2, 20)], 4, 0)[0] == 120 * MIB
+
+
+def test_large_temporaries_and_those_beyond_the_room_do():
+    assert fullest([small(0, 1, 64)], 2, 112 * MIB)[0] == 64 * MIB
+    many = [small(0, 1, 20) for _ in range(5)]
+    assert fullest(many, 2, 112 * MIB)[0] == (100 - 40) * MIB  # two fit in half of 112 MiB
+
+
+def test_the_fullest_time_is_that_of_hbm():
+    """More is alive at time 0, but all of it in vector memory."""
+    size, alive = fullest([small(0, 1, 25), small(0, 1, 25), small(1, 2, 40)], 2, 112 * MIB)
+    assert size == 40 * MIB
+    assert alive == [("1 to 2", 40 * MIB)]
+    buffers = [small(0, 1, 50, False), small(1, 2, 25), small(1, 2, 25), small(2, 3, 45, False)]
+    assert fullest(buffers, 3, 112 * MIB)[0] == 50 * MIB
+    assert fullest([small(0, 1, 5, False), *buffers[1:]], 3, 112 * MIB)[0] == 45 * MIB
+
+
+def test_vector_memory_never_adds():
+    buffers = [small(t, t + 1 + t % 3, 7 * (1 + t % 5), t % 2 == 0) for t in range(20)]
+    sizes = [fullest(buffers, 24, n * MIB)[0] for n in (0, 16, 48, 112)]
+    by_hand = max(sum(b.size_bytes for b in buffers if b.start <= t < b.end) for t in range(24))
+    assert sizes[0] == by_hand
+    assert all(s <= sizes[0] for s in sizes)
+
+
+def serve(cache, x):
+    """[L, B, T, H] cache, as in decoding: each layer updates its part of it."""
+
+    def layer(x, kept):
+        kept = jax.lax.dynamic_update_slice_in_dim(kept, x[:, None], 3, axis=1)
+        return x + kept.sum(1), kept
+
+    x, cache = jax.lax.scan(layer, x, cache)
+    return cache, x
+
+
+def scale(cache, x):
+    def layer(x, kept):
+        return x + kept.sum(1), 2 * kept
+
+    x, cache = jax.lax.scan(layer, x, cache)
+    return cache, x
+
+
+@pytest.mark.parametrize(("fn", "count"), [(serve, 3), (scale, 1)])
+def test_a_cache_updated_in_a_loop_is_copied_three_times(fn, count):
+    """Out of its stack, into the next one, and over the donated argument; 2 * kept is written
+    where it belongs as it is computed."""
+    args = (jax.ShapeDtypeStruct((4, 8, 16, 128), jnp.float32), jnp.zeros((8, 128)))
+    program = trace(fn, args, donate_argnums=(0,))
+    ops = tuple(program.graph.leaves())
+    found = copied(ops, liveness(program.graph).fusion, program.donated)
+    assert len(found) == count
+    kept = copied(ops, liveness(program.graph).fusion, [False] * len(program.donated))
+    assert len(kept) == count - 1
+
+
+def test_rows_that_fill_registers_in_part_are_copied_slower():
+    chip = preset("v5e").chip
+    full, half, few = (chip.move_s((4, 8192 // n, n, 128), 4) for n in (8, 4, 1))
+    assert half == pytest.approx(2 * full)
+    assert few == pytest.approx(full)  # a dim of 1 is none
+    assert chip.move_s((64, 8, 128), 2) == pytest.approx(chip.move_s((64, 8, 128), 4))
+
+
+def test_a_gpu_copies_bytes():
+    chip = preset("h100").chip
+    assert chip.move_s((64, 2, 128), 2) == pytest.approx(
+        2 * 64 * 2 * 128 * 2 / chip.hbm_bytes_per_s
+    )
+    assert chip.vector_memory_bytes == 0
