@@ -72,17 +72,21 @@ class Chip:
             return (1, self.lanes)
         return (max(1, int(self.sublane_bytes // max(itemsize, 1))), self.lanes)
 
-    def stored_bytes(self, shape: tuple[int, ...], itemsize: float) -> float:
+    def stored_bytes(
+        self, shape: tuple[int, ...], itemsize: float, majors: tuple[int, ...] = ()
+    ) -> float:
         """Returns what one device's block of an array takes in HBM, two of its dims padded.
 
-        The compiler orders the dims so that the padding is least; a second minor dim smaller than
-        the tile shrinks the tile to the next power of two.
+        The compiler orders the dims so that the padding is least, `majors` before all others; a
+        second minor dim smaller than the tile shrinks the tile to the next power of two.
         """
         size = math.prod(shape) * itemsize
         if not size or not self.sublane_bytes:
             return size
         rows, lanes = self.tile(itemsize)
-        dims = range(len(shape))
+        dims = [d for d, n in enumerate(shape) if n > 1 and d not in majors]
+        if len(dims) < 2:
+            dims = range(len(shape))
         minor = [math.ceil(n / lanes) * lanes / n for n in shape]
         if len(shape) < 2:
             return size * min(minor, default=1.0)
