@@ -19,6 +19,7 @@ from jax.extend import source_info_util
 from jax.sharding import NamedSharding
 
 from autoshard.graph import read_path
+from autoshard.leading import leading
 from autoshard.sharding import Axes, Sharding
 from autoshard.trace import CALLS, as_closed, body_params, live_equations
 
@@ -175,11 +176,16 @@ class Evaluation:
         """Binds the equation on each device's blocks and reduce-scatters its partial result."""
 
         def local(*xs):
-            (out,) = _bind(eqn, xs, eqn.params)
-            for d, axes in enumerate(scatter.dims):
-                if axes:
-                    out = jax.lax.psum_scatter(out, axes, scatter_dimension=d, tiled=True)
-            return jax.lax.psum(out, scatter.summed) if scatter.summed else out
+            onto = [d for d, axes in enumerate(scatter.dims) if axes]
+            params, order = eqn.params, tuple(range(len(scatter.dims)))
+            if eqn.primitive.name == "dot_general" and len(onto) == 1 and onto[0] != order[-1]:
+                params, xs, order = leading(params, xs, onto[0]) or (params, xs, order)
+            (out,) = _bind(eqn, xs, params)
+            for d in onto:
+                axes, at = scatter.dims[d], order.index(d)
+                out = jax.lax.psum_scatter(out, axes, scatter_dimension=at, tiled=True)
+            out = jax.lax.psum(out, scatter.summed) if scatter.summed else out
+            return jnp.transpose(out, [order.index(d) for d in range(len(order))])
 
         specs = tuple(s.to_spec() for s in scatter.operands)
         run = jax.shard_map(

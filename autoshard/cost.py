@@ -59,7 +59,7 @@ class Choices:
 
 # XLA packs its temporaries into one heap, on 35 compiled plans up to a quarter larger than what
 # is alive in it at once; `memory_analysis` counts a part of that twice.
-GAPS = 1.25
+GAPS = 1.3
 
 
 def build(
@@ -381,7 +381,9 @@ def reductions(op: Op, strategy: Strategy, topology: Topology):
         size = partial.local_bytes(value.shape, value.itemsize, mesh)
         if strategy.scattered:
             kind, axes = collectives.Kind.REDUCE_SCATTER, strategy.scattered
-            if not collectives.scatters(topology, axes):
+            on_tpu = bool(topology.chip.sublane_bytes)
+            kept = not on_tpu or _is_scattered(op, value, partial, result)
+            if not (kept and collectives.scatters(topology, axes)):
                 kind = collectives.Kind.ALL_REDUCE
             yield kind, axes, size, _reduction(kind, axes, size, topology)
         rest = tuple(a for a in strategy.reduced if a not in strategy.scattered)
@@ -389,6 +391,14 @@ def reductions(op: Op, strategy: Strategy, topology: Topology):
             kind = collectives.Kind.ALL_REDUCE
             size = result.local_bytes(value.shape, value.itemsize, mesh)
             yield kind, rest, size, _reduction(kind, rest, size, topology)
+
+
+def _is_scattered(op: Op, value: Value, partial: Sharding, result: Sharding) -> bool:
+    """Whether the TPU compiler keeps the reduce-scatter of a result: not of a vector, nor of a
+    convolution's onto a dim within others, which it sums everywhere and slices."""
+    onto = [d for d, dims in enumerate(result.dims) if dims != partial.dims[d]]
+    inner = op.primitive == "conv_general_dilated" and max(onto, default=0) > 0
+    return sum(n > 1 for n in value.shape) > 1 and not inner
 
 
 def peak(choices: Choices, solution: Sequence[int]) -> tuple[float, list[tuple[str, float]]]:
