@@ -10,7 +10,7 @@ from autoshard import collectives, roofline
 from autoshard.fusion import is_matmul
 from autoshard.graph import Graph, Kind, Op, Value
 from autoshard.liveness import Liveness, LiveRange, liveness
-from autoshard.moves import copied
+from autoshard.moves import copied, narrowed
 from autoshard.problem import Edge, Node, ShardingProblem, Usage
 from autoshard.reads import Reads
 from autoshard.resharding import ReshardTable, table
@@ -35,6 +35,7 @@ class Choices:
     edge_ties: tuple[np.ndarray, ...]  # [S of a, S of b] of each edge
     donated: tuple[bool, ...]  # of each INPUT, in order
     reads: Reads = dataclasses.field(default_factory=Reads)
+    narrow: frozenset[tuple[int, int]] = frozenset()  # id of operation, operand: moved in 2 bytes
 
     @functools.cached_property
     def matmuls_before(self) -> list[int]:
@@ -50,6 +51,12 @@ class Choices:
             if is_matmul(op):
                 last[span] = t
         return found
+
+    def reshard_table(self, op: Op, k: int) -> ReshardTable:
+        """Returns the ways of operand `k` from sharding to sharding."""
+        value = op.operands[k]
+        itemsize = 2 if (id(op), k) in self.narrow else value.itemsize
+        return table(value.shape, itemsize, self.topology)
 
     def sharding_of(self, value: Value, choices: Sequence[int]) -> Sharding:
         """Returns the sharding in which a value is produced."""
@@ -95,6 +102,7 @@ def build(
         tuple(edge_ties),
         tuple(donated),
         pricing.reads,
+        pricing.narrow,
     )
 
 
@@ -106,6 +114,7 @@ class _Pricing:
         self.strategies: tuple[tuple[Strategy, ...], ...] = strategies
         self.topology, self.live, self.donated = topology, live, donated
         self.copied = copied(ops, live.fusion, donated)
+        self.narrow = narrowed(ops) if topology.chip.sublane_bytes else frozenset()
         self.producer = {
             id(v): (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)
         }
@@ -286,15 +295,17 @@ class _Pricing:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the costs and the steps [S_a, S_b]; the same objects wherever they are equal."""
         ends = (id(self.strategies[a]), r, id(self.strategies[b]), k)
-        key = (*ends, value.shape, value.itemsize, trips, donated)
+        itemsize = 2 if (id(self.ops[b]), k) in self.narrow else value.itemsize
+        key = (*ends, value.shape, itemsize, trips, donated)
         if key not in self._matrices:
             place = np.ix_(
                 self.indices(a, "results", r, value), self.indices(b, "operands", k, value)
             )
-            costs = self.table(value).seconds[place] * trips
+            ways = table(value.shape, itemsize, self.topology)
+            costs = ways.seconds[place] * trips
             if donated:
                 costs = costs + (costs > 0) * self._copy_s(b, k, value)
-            self._matrices[key] = (costs, self.table(value).step_counts[place])
+            self._matrices[key] = (costs, ways.step_counts[place])
         return self._matrices[key]
 
     def usages(self) -> list[Usage]:
@@ -381,9 +392,9 @@ def reductions(op: Op, strategy: Strategy, topology: Topology):
         size = partial.local_bytes(value.shape, value.itemsize, mesh)
         if strategy.scattered:
             kind, axes = collectives.Kind.REDUCE_SCATTER, strategy.scattered
-            on_tpu = bool(topology.chip.sublane_bytes)
-            kept = not on_tpu or _is_scattered(op, value, partial, result)
-            if not (kept and collectives.scatters(topology, axes)):
+            # The TPU compiler sums a vector everywhere and slices it.
+            vector = topology.chip.sublane_bytes and sum(n > 1 for n in value.shape) < 2
+            if vector or not collectives.scatters(topology, axes):
                 kind = collectives.Kind.ALL_REDUCE
             yield kind, axes, size, _reduction(kind, axes, size, topology)
         rest = tuple(a for a in strategy.reduced if a not in strategy.scattered)
@@ -391,14 +402,6 @@ def reductions(op: Op, strategy: Strategy, topology: Topology):
             kind = collectives.Kind.ALL_REDUCE
             size = result.local_bytes(value.shape, value.itemsize, mesh)
             yield kind, rest, size, _reduction(kind, rest, size, topology)
-
-
-def _is_scattered(op: Op, value: Value, partial: Sharding, result: Sharding) -> bool:
-    """Whether the TPU compiler keeps the reduce-scatter of a result: not of a vector, nor of a
-    convolution's onto a dim within others, which it sums everywhere and slices."""
-    onto = [d for d, dims in enumerate(result.dims) if dims != partial.dims[d]]
-    inner = op.primitive == "conv_general_dilated" and max(onto, default=0) > 0
-    return sum(n > 1 for n in value.shape) > 1 and not inner
 
 
 def peak(choices: Choices, solution: Sequence[int]) -> tuple[float, list[tuple[str, float]]]:

@@ -7,7 +7,7 @@ from autoshard import collectives
 from autoshard.apply import Constraints, Scatter
 from autoshard.cost import Choices, reduction_trips, reductions
 from autoshard.graph import Kind, Op
-from autoshard.resharding import Step, table
+from autoshard.resharding import Step
 from autoshard.sharding import Axes, Sharding
 from autoshard.strategies import Strategy
 
@@ -129,8 +129,7 @@ def _reshards(
             continue
         have, want = choices.sharding_of(value, solution), strategy.operands[k]
         if have != want:
-            steps = table(value.shape, value.itemsize, choices.topology).steps(have, want)
-            yield k, tuple(steps)
+            yield k, tuple(choices.reshard_table(op, k).steps(have, want))
 
 
 def _can_constrain(dtype: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which arrays are copied from one buffer into another, without being computed with.
+"""Which arrays are copied from one buffer into another, and which travel in a narrower dtype.
 
 A loop's slice is copied out of its stack where an operation updates it or reads it whole from
 memory, and copied back where it is stacked. A donated state that a loop reads and writes anew is
@@ -8,8 +8,12 @@ Seen in the TPU compiler's schedules of a decode step, whose cache is all of its
 
 from collections.abc import Sequence
 
-from autoshard.fusion import Fusion
-from autoshard.graph import Kind, Op
+import jax
+
+from autoshard.fusion import Fusion, is_matmul, readers_of
+from autoshard.graph import Kind, Op, Value
+
+PASSES = (Kind.READ, Kind.ENTER, Kind.SLICE)  # the value or a part of it, unchanged
 
 
 def copied(ops: Sequence[Op], fusion: Fusion, donated: Sequence[bool]) -> dict[int, str]:
@@ -46,3 +50,50 @@ def _is_of_loop(value, state: Op, made: dict[int, Op], ops: Sequence[Op]) -> boo
             if op.path.rpartition(".")[0] == loop:
                 return True
     return False
+
+
+def narrowed(ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
+    """Returns the reads, (id of operation, operand number), that a TPU moves as bfloat16.
+
+    At default precision a matmul takes float32 as bfloat16. Where nothing but matmuls want what a
+    collective brings of an argument or of a matmul's result, XLA converts before it: of twelve
+    small v5e programs, f32 moved in that width after arithmetic and for other readers alone.
+    """
+    readers = readers_of(tuple(ops))
+    made = {id(v): op for op in ops for v in op.results}
+    wanted: dict[int, bool] = {}
+
+    def by_matmuls(op: Op) -> bool:
+        if op.kind is Kind.LEAF:
+            return is_matmul(op) and _takes_bfloat16(op)
+        if op.kind not in PASSES:
+            return False
+        value = id(op.results[0])
+        if value not in wanted:
+            found = [r for r, _ in readers.get(value, ())]
+            wanted[value] = bool(found) and all(map(by_matmuls, found))
+        return wanted[value]
+
+    return frozenset(
+        (id(op), k)
+        for op in ops
+        for k, value in enumerate(op.operands)
+        if value is not None
+        and value.dtype == "float32"
+        and by_matmuls(op)
+        and _is_raw(value, made)
+    )
+
+
+def _is_raw(value: Value, made: dict[int, Op]) -> bool:
+    """Whether a value is an argument or a matmul's result, or a part of one."""
+    op = made[id(value)]
+    while op.kind in PASSES and op.operands[0] is not None:
+        op = made[id(op.operands[0])]
+    return op.kind is Kind.INPUT or (op.kind is Kind.LEAF and is_matmul(op))
+
+
+def _takes_bfloat16(op: Op) -> bool:
+    precision = op.eqn.params.get("precision")
+    pair = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, jax.lax.Precision.DEFAULT) for p in pair)

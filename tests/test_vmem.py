@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.hardware import preset
 from autoshard.liveness import liveness
-from autoshard.moves import copied
+from autoshard.moves import copied, narrowed
 from autoshard.trace import trace
 from autoshard.vmem import Buffer, fullest
 
@@ -93,3 +93,21 @@ def test_a_gpu_copies_bytes():
         2 * 64 * 2 * 128 * 2 / chip.hbm_bytes_per_s
     )
     assert chip.vector_memory_bytes == 0
+
+
+def ends_of(fn, *shapes):
+    """Returns the primitives that read an operand narrowed, by operand number."""
+    args = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+    ops = tuple(trace(fn, args).graph.leaves())
+    found = narrowed(ops)
+    return [
+        (op.primitive, k) for op in ops for k in range(len(op.operands)) if (id(op), k) in found
+    ]
+
+
+def test_what_only_matmuls_read_travels_as_bfloat16():
+    both = [("dot_general", 0), ("dot_general", 1)]
+    assert ends_of(lambda x, w: x @ w, (8, 8), (8, 8)) == both
+    assert ends_of(lambda x, w: jnp.tanh(x) @ w, (8, 8), (8, 8)) == [("dot_general", 1)]
+    exact = ends_of(lambda x, w: jnp.matmul(x, w, precision="highest"), (8, 8), (8, 8))
+    assert exact == []
