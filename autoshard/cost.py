@@ -52,9 +52,8 @@ class Choices:
                 last[span] = t
         return found
 
-    def reshard_table(self, op: Op, k: int) -> ReshardTable:
-        """Returns the ways of operand `k` from sharding to sharding."""
-        value = op.operands[k]
+    def reshard_table(self, op: Op, k: int, value: Value) -> ReshardTable:
+        """Returns the ways of a value, read as operand `k`, from sharding to sharding."""
         itemsize = 2 if (id(op), k) in self.narrow else value.itemsize
         return table(value.shape, itemsize, self.topology)
 

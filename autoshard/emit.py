@@ -129,7 +129,7 @@ def _reshards(
             continue
         have, want = choices.sharding_of(value, solution), strategy.operands[k]
         if have != want:
-            yield k, tuple(choices.reshard_table(op, k).steps(have, want))
+            yield k, tuple(choices.reshard_table(op, k, value).steps(have, want))
 
 
 def _can_constrain(dtype: str) -> bool:
