@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autoshard.problem import Edge, ShardingProblem
+from autoshard.problem import Edge, ShardingProblem, Usage
 
 ROUNDS = 6  # how far a node looks
 WORTH = 0.7  # of the nodes left, up to which folding is worth it
@@ -40,10 +40,14 @@ class Fold:
             dataclasses.replace(problem.nodes[i], costs_s=total)
             for i, total in zip(self.members.tolist(), costs, strict=True)
         ]
-        classes = self.classes.tolist()
-        usages = tuple(dataclasses.replace(u, node=classes[u.node]) for u in problem.usages)
+        usages = self.usages(problem.usages)
         edges = self.edge_sums(problem.edges, [edge.costs_s for edge in problem.edges])
         return dataclasses.replace(problem, nodes=tuple(nodes), edges=edges, usages=usages)
+
+    def usages(self, usages: Sequence[Usage]) -> tuple[Usage, ...]:
+        """Returns the same usages, each of its node's class."""
+        classes = self.classes.tolist()
+        return tuple(dataclasses.replace(u, node=classes[u.node]) for u in usages)
 
     def node_sums(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the sum [S] of each class; equal classes hold equal arrays."""

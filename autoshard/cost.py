@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -416,13 +416,12 @@ def peak(choices: Choices, solution: Sequence[int]) -> tuple[float, list[tuple[s
         )
         for u in choices.problem.usages
     ]  # fmt: skip
-    for start, end, size, label, temporary in _transients(choices, solution):
-        buffers.append(Buffer(start, end, size, label, temporary))
+    buffers += [copied for _, _, copied in copies(choices, solution)]
     return fullest(buffers, choices.live.end, choices.topology.chip.vector_memory_bytes)
 
 
-def _transients(choices: Choices, solution: Sequence[int]):
-    """Yields (start, end, bytes, label, temporary) of the buffers that two choices call for."""
+def copies(choices: Choices, solution: Sequence[int]) -> Iterator[tuple[int, int, Buffer]]:
+    """Yields (node, operand number, buffer) of each copy that two choices together call for."""
     live, topology = choices.live, choices.topology
     before = choices.matmuls_before
     for i, k in choices.reads.moved(solution):
@@ -436,7 +435,7 @@ def _transients(choices: Choices, solution: Sequence[int]):
         start = before[i] if is_matmul(op) and _is_gathered(have, want, topology) else t
         if op.kind is Kind.INPUT and choices.donated[int(op.path.removeprefix("in"))]:
             # What a collective makes cannot be written over an argument still being read.
-            yield 0, live.end, size, f"copy of {op.results[0].name}", False
+            yield i, k, Buffer(0, live.end, size, f"copy of {op.results[0].name}", False)
             continue
         if op.kind in (Kind.SLICE, Kind.ENTER):
             start, end = live.spans[id(op)]
@@ -447,7 +446,7 @@ def _transients(choices: Choices, solution: Sequence[int]):
                 end = max(end, live.ends[id(op.results[0])])
         elif op.kind is not Kind.LEAF:
             continue
-        yield start, end, size * GAPS, f"{value.name}, resharded", True
+        yield i, k, Buffer(start, end, size * GAPS, f"{value.name}, resharded", True)
 
 
 def _is_gathered(have: Sharding, want: Sharding, topology: Topology) -> bool:

@@ -2,7 +2,7 @@
 
 The problem's memory rows hold what one choice alone decides. Copies that two choices bring about
 together (an operand gathered for its reader) are counted after the solve; where they break the
-limit, the rows are tightened by as much and the problem is solved again.
+limit, they become usages and the problem is solved again.
 """
 
 import dataclasses
@@ -14,17 +14,21 @@ import numpy as np
 from autoshard import cost
 from autoshard.baselines import Baseline
 from autoshard.coarsen import Fold, fold
+from autoshard.copies import copy_usages
 from autoshard.cost import Choices
 from autoshard.errors import InfeasibleError, NoSolutionError
 from autoshard.explain import VALUES_SHOWN, bytes_text, seconds_text
 from autoshard.lifted import lifted_bound
-from autoshard.problem import ShardingProblem, Solution, Status
+from autoshard.problem import ShardingProblem, Solution, Status, Usage
 from autoshard.solve import smallest_peak, solve
+from autoshard.vmem import held_bytes
 
 TIES = 1e-6  # of the objective, for the second one
 GAP = 1e-4  # between cost and bound, as integer programs are commonly solved to
+AGAIN_GAP = 1e-3  # where copies are counted, whose usages are not exact
 FOLDED_NODES = 2_000  # nodes above which repeated blocks are folded
-TRIES = 6  # solves until the plan fits
+COUNTS = 4  # solves with the copies of the ones before counted in
+TRIES = 6  # solves with a lower limit
 
 
 def fitted(
@@ -89,6 +93,7 @@ class _Model:
         hints: Sequence[Sequence[int]],
         time_limit_s: float,
         cutoff_s: float = np.inf,
+        copied: Sequence[Usage] = (),
     ) -> Solution:
         """Solves for seconds, then for the second objective, in one solve.
 
@@ -101,15 +106,25 @@ class _Model:
         start = hints[0] if hints else [int(np.argmin(n.costs_s)) for n in problem.nodes]
         ties = sum(float(t.max(initial=0)) for t in (*self.node_ties, *self.edge_ties))
         weight_s = TIES * problem.objective_s(start) / max(ties, 1.0)
-        tied = dataclasses.replace(self._tied(weight_s), usage_limit_bytes=limit)
+        if self.fold is not None:
+            copied = self.fold.usages(copied)
+        tied = dataclasses.replace(
+            self._tied(weight_s), usage_limit_bytes=limit, usages=(*problem.usages, *copied)
+        )
         fitting = [h for h in hints if limit is None or problem.peak_bytes(h) <= limit]
-        solution = solve(tied, time_limit_s=time_limit_s, hints=fitting, gap=GAP, cutoff_s=cutoff_s)
+        gap = AGAIN_GAP if copied else GAP
+        solution = solve(tied, time_limit_s=time_limit_s, hints=fitting, gap=gap, cutoff_s=cutoff_s)
         if not solution.choices:
             return solution
         objective_s = problem.objective_s(solution.choices)
         bound_s = max(min(solution.bound_s - weight_s * ties, objective_s), 0.0)
         found = dataclasses.replace(solution, objective_s=objective_s, bound_s=bound_s)
         return found if self.fold is None else self._unfolded(found, self.fold)
+
+    def peak_bytes(self, choices: Sequence[int], usages: tuple[Usage, ...]) -> float:
+        """Returns the most bytes in any row of the whole problem with further usages."""
+        problem = self.choices.problem
+        return dataclasses.replace(problem, usages=problem.usages + usages).peak_bytes(choices)
 
     def _tied(self, weight_s: float) -> ShardingProblem:
         """Returns the problem with the second objective, steps and then sharded axes, added.
@@ -156,27 +171,58 @@ def _tightened(
 ) -> tuple[Solution, float]:
     """Returns the first solution that fits, or one without choices, and the bound.
 
-    The rows' limit goes down by what is over, then halfway back where nothing is left.
+    While too much is copied, the copies made so far become usages of the problem. Should nothing
+    fit with those, the rows' limit goes down instead.
     """
-    solution = model.solve(limit, hints, time_limit_s, cutoff_s)
+    most = None if limit is None else limit + held_bytes(model.choices.topology.chip)
+    solution = model.solve(most, hints, time_limit_s, cutoff_s)
     bound_s = solution.bound_s if solution.choices else 0.0
-    tight, too_tight = limit, None
-    for attempt in range(TRIES):
+    if not solution.choices:
+        return solution, bound_s
+    first, status = solution, solution.status
+    counted: dict[tuple[int, int], Usage] = {}
+    for _ in range(COUNTS):
+        size = cost.peak(model.choices, solution.choices)[0]
+        if limit is None or most is None or size <= limit or bound_s > cutoff_s:
+            found = dataclasses.replace(solution, peak_bytes=size, status=status, bound_s=bound_s)
+            return found, bound_s
+        counted |= copy_usages(model.choices, solution.choices)
+        usages = tuple(counted.values())
+        held = model.peak_bytes(solution.choices, usages) - size  # in vector memory
+        solution = model.solve(min(limit + held, most), hints, time_limit_s, copied=usages)
+        status = Status.FEASIBLE
+        if not solution.choices:
+            break
+    return _lowered(model, first, hints, limit or 0.0, time_limit_s, bound_s), bound_s
+
+
+def _lowered(
+    model: _Model,
+    solution: Solution,
+    hints: Sequence[Sequence[int]],
+    limit: float,
+    time_limit_s: float,
+    bound_s: float,
+) -> Solution:
+    """Lowers the rows' limit by what a solution is over, then halfway back where nothing is left,
+    until one fits."""
+    tight, too_tight = limit + held_bytes(model.choices.topology.chip), None
+    size = cost.peak(model.choices, solution.choices)[0]
+    for _ in range(TRIES):
         if solution.choices:
-            size = cost.peak(model.choices, solution.choices)[0]
-            if limit is None or tight is None or size <= limit or bound_s > cutoff_s:
-                status = solution.status if attempt == 0 else Status.FEASIBLE
-                found = dataclasses.replace(solution, peak_bytes=size, status=status)
-                return dataclasses.replace(found, bound_s=bound_s), bound_s
             loose = min(tight, solution.peak_bytes)
             tight = loose - (size - limit) if too_tight is None else (loose + too_tight) / 2
-        elif attempt == 0 or tight is None:
-            break
         else:
             too_tight, tight = tight, (tight + loose) / 2
         solution = model.solve(max(tight, 0.0), hints, time_limit_s)
+        if solution.choices:
+            size = cost.peak(model.choices, solution.choices)[0]
+            if size <= limit:
+                return dataclasses.replace(
+                    solution, peak_bytes=size, status=Status.FEASIBLE, bound_s=bound_s
+                )
     status = solution.status if not solution.choices else Status.INFEASIBLE
-    return Solution((), np.inf, solution.bound_s, status, np.nan), bound_s
+    return Solution((), np.inf, solution.bound_s, status, np.nan)
 
 
 def _taken(choices: Choices, picked: Sequence[int], bound_s: float) -> Solution:

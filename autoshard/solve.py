@@ -239,11 +239,14 @@ class _Run:
         return dual
 
     def _pass_messages(self, dual: Dual, search: Search, sweeps: int) -> None:
-        """Sweeps, and reads choices off the messages after each."""
-        for _ in range(sweeps):
+        """Sweeps, and reads choices off the messages: after each, or the last one of a wide core,
+        where reading takes longer than sweeping."""
+        for left in reversed(range(sweeps)):
             if self.clock.expired():
                 break
             self._sweep(dual)
+            if left and self._is_wide():
+                continue
             self._narrow(dual, search)
             search.x = self._decode(dual, search, dual.decode())
         search.polish(5)
@@ -254,10 +257,14 @@ class _Run:
         self.bound = max(self.bound, min(bound, self.objective))
 
     def _narrow(self, dual: Dual, search: Search) -> None:
-        """Has the search of a core with many strategies look at what the messages like only."""
-        pairs = len(self.flat.edge_costs)
-        if pairs > max(WIDE_PAIRS, PROMISING**2 * len(self.flat.edge_a)):
+        """Has the search of a wide core look at what the messages like only."""
+        if self._is_wide():
             search.narrow(dual.promising(PROMISING))
+
+    def _is_wide(self) -> bool:
+        """Whether nodes have so many strategies that eliminating them is slow."""
+        pairs = len(self.flat.edge_costs)
+        return pairs > max(WIDE_PAIRS, PROMISING**2 * len(self.flat.edge_a))
 
     def _decode(self, dual: Dual, search: Search, x: np.ndarray) -> np.ndarray:
         """Improves x for the present prices and offers it."""

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard.hardware import Chip
+
 # Shares of the vector memory. Fitted on 48 compiled plans of 14 models: at the time when HBM is
 # fullest, about half of it holds temporaries that have no copy in HBM (the rest prefetches and
 # stages transfers), none larger than a quarter.
@@ -30,39 +32,42 @@ class Buffer:
 def fullest(
     buffers: Sequence[Buffer], times: int, vector_memory_bytes: float
 ) -> tuple[float, list[tuple[str, float]]]:
-    """Returns the most bytes of HBM in use at once, and what is alive then, largest first.
-
-    Of the small temporaries, those that live shortest go to vector memory.
-    """
+    """Returns the most bytes of HBM in use at once, and what is alive then, largest first."""
+    starts = np.array([b.start for b in buffers], np.int64)
+    ends = np.array([b.end for b in buffers], np.int64)
+    sizes = np.array([b.size_bytes for b in buffers])
     change = np.zeros(times + 1)
-    for b in buffers:
-        change[b.start] += b.size_bytes
-        change[max(b.start, b.end)] -= b.size_bytes
+    np.add.at(change, starts, sizes)
+    np.add.at(change, np.maximum(starts, ends), -sizes)
     used = np.cumsum(change[:-1])
-    small = [
-        b for b in buffers
-        if b.temporary and 0 < b.size_bytes <= LARGEST * vector_memory_bytes and b.end > b.start
-    ]  # fmt: skip
-    small.sort(key=lambda b: (b.end - b.start, b.size_bytes))
-    starts = np.array([b.start for b in small], np.int64)
-    ends = np.array([b.end for b in small], np.int64)
+    fitting = np.array([b.temporary for b in buffers], bool)
+    fitting &= sizes <= LARGEST * vector_memory_bytes
+    order = np.lexsort((sizes[fitting], (ends - starts)[fitting]))
+    first, last, size = (a[fitting][order] for a in (starts, ends, sizes))
+    room = HELD * vector_memory_bytes
     best, at = 0.0, 0
     for t in np.argsort(-used, kind="stable"):
-        if used[t] <= best:
+        if used[t] - room <= best and at:
             break
-        alive = np.flatnonzero((starts <= t) & (t < ends))
-        size = float(used[t]) - _held([small[i].size_bytes for i in alive], vector_memory_bytes)
-        if size > best:
-            best, at = size, int(t)
-    found = [(b.label, b.size_bytes) for b in buffers if b.start <= at < b.end and b.size_bytes > 0]
-    return best, sorted(found, key=lambda item: -item[1])
+        left = float(used[t]) - _held(size[(first <= t) & (t < last)], room)
+        if left > best:
+            best, at = left, int(t)
+    alive = [(b.label, b.size_bytes) for b in buffers if b.start <= at < b.end and b.size_bytes > 0]
+    return best, sorted(alive, key=lambda item: -item[1])
 
 
-def _held(sizes: Sequence[float], vector_memory_bytes: float) -> float:
-    """Returns the bytes in vector memory, given what wants in, in order: what fits, as it fits."""
-    room = HELD * vector_memory_bytes
+def held_bytes(chip: Chip) -> float:
+    """Returns the most bytes that vector memory saves HBM."""
+    return HELD * chip.vector_memory_bytes
+
+
+def _held(sizes: np.ndarray, room_bytes: float) -> float:
+    """Returns the bytes in vector memory of buffers in the order in which they are tried."""
+    total = float(sizes.sum())
+    if total <= room_bytes:
+        return total
     held = 0.0
-    for size in sizes:
-        if held + size <= room:
+    for size in sizes.tolist():
+        if held + size <= room_bytes:
             held += size
     return held

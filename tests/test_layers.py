@@ -21,6 +21,7 @@ resharding roofline liveness moves
 compose shardy primitives rules
 strategies trace vmem
 cost
+copies
 baselines answer bound coarsen dual kernel lifted peak prices reduce search solve
 apply emit explicit explain plan
 fitting meshes pins stages
