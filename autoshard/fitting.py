@@ -25,10 +25,10 @@ from autoshard.vmem import held_bytes
 
 TIES = 1e-6  # of the objective, for the second one
 GAP = 1e-4  # between cost and bound, as integer programs are commonly solved to
-AGAIN_GAP = 1e-3  # where copies are counted, whose usages are not exact
+AGAIN_GAP = 1e-3  # of the solves after the first, whose bounds prove nothing
 FOLDED_NODES = 2_000  # nodes above which repeated blocks are folded
-COUNTS = 4  # solves with the copies of the ones before counted in
-TRIES = 6  # solves with a lower limit
+COUNTS = 3  # solves with the copies of the ones before counted in
+TRIES = 4  # solves with a lower limit
 
 
 def fitted(
@@ -94,6 +94,7 @@ class _Model:
         time_limit_s: float,
         cutoff_s: float = np.inf,
         copied: Sequence[Usage] = (),
+        prove: bool = False,
     ) -> Solution:
         """Solves for seconds, then for the second objective, in one solve.
 
@@ -112,8 +113,14 @@ class _Model:
             self._tied(weight_s), usage_limit_bytes=limit, usages=(*problem.usages, *copied)
         )
         fitting = [h for h in hints if limit is None or problem.peak_bytes(h) <= limit]
-        gap = AGAIN_GAP if copied else GAP
-        solution = solve(tied, time_limit_s=time_limit_s, hints=fitting, gap=gap, cutoff_s=cutoff_s)
+        solution = solve(
+            tied,
+            time_limit_s=time_limit_s,
+            hints=fitting,
+            gap=GAP if prove else AGAIN_GAP,
+            cutoff_s=cutoff_s,
+            prove=prove,
+        )
         if not solution.choices:
             return solution
         objective_s = problem.objective_s(solution.choices)
@@ -168,6 +175,7 @@ def _tightened(
     limit: float | None,
     time_limit_s: float,
     cutoff_s: float = np.inf,
+    tries: int = TRIES,
 ) -> tuple[Solution, float]:
     """Returns the first solution that fits, or one without choices, and the bound.
 
@@ -175,7 +183,7 @@ def _tightened(
     fit with those, the rows' limit goes down instead.
     """
     most = None if limit is None else limit + held_bytes(model.choices.topology.chip)
-    solution = model.solve(most, hints, time_limit_s, cutoff_s)
+    solution = model.solve(most, hints, time_limit_s, cutoff_s, prove=True)
     bound_s = solution.bound_s if solution.choices else 0.0
     if not solution.choices:
         return solution, bound_s
@@ -193,7 +201,7 @@ def _tightened(
         status = Status.FEASIBLE
         if not solution.choices:
             break
-    return _lowered(model, first, hints, limit or 0.0, time_limit_s, bound_s), bound_s
+    return _lowered(model, first, hints, limit or 0.0, time_limit_s, bound_s, tries), bound_s
 
 
 def _lowered(
@@ -203,12 +211,13 @@ def _lowered(
     limit: float,
     time_limit_s: float,
     bound_s: float,
+    tries: int,
 ) -> Solution:
     """Lowers the rows' limit by what a solution is over, then halfway back where nothing is left,
     until one fits."""
     tight, too_tight = limit + held_bytes(model.choices.topology.chip), None
     size = cost.peak(model.choices, solution.choices)[0]
-    for _ in range(TRIES):
+    for _ in range(tries):
         if solution.choices:
             loose = min(tight, solution.peak_bytes)
             tight = loose - (size - limit) if too_tight is None else (loose + too_tight) / 2
@@ -241,7 +250,7 @@ def least_peak(
     least = min(tried, key=lambda picked: cost.peak(choices, picked)[0])
     for _ in range(TRIES):
         size = cost.peak(choices, least)[0]
-        lower, _ = _tightened(_Model(choices, None), (), size - 1.0, time_limit_s)
+        lower, _ = _tightened(_Model(choices, None), (), size - 1.0, time_limit_s, tries=1)
         if not lower.choices or size <= enough_bytes:
             break
         least = lower.choices

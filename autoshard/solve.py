@@ -40,6 +40,7 @@ PRICE_STEPS = 60
 PRICE_PATIENCE = 4  # steps that may pass without moving the prices
 KERNELS = 3
 KERNEL_NODES = 2_000  # of the search tree
+INTEGER_WORK = 5_000_000  # edge pairs times nodes of the search tree, where effort is fixed
 WIDE_PAIRS = 100_000  # edge pairs up to which the search looks at all strategies
 PROMISING = 24  # strategies of a node that it looks at beyond
 PROGRAM_PAIRS = 150_000  # edge pairs and edge rows up to which the engine solves the programs
@@ -55,6 +56,7 @@ def solve(
     deterministic: bool = True,
     gap: float = GAP,
     cutoff_s: float = math.inf,
+    prove: bool = True,
 ) -> Solution:
     """Returns the cheapest choices found within the limit, with a bound.
 
@@ -66,9 +68,10 @@ def solve(
         limit is then a safety net: `stats["time_limit_struck"]` says whether it made a difference.
       gap: between cost and bound, relative to the cost; choices within it count as optimal.
       cutoff_s: choices that cost more are of no use: stop once the bound is above it.
+      prove: try to close the gap with the integer program; False: only if nothing else was found.
     """
     run = _Run(problem, time_limit_s, deterministic, gap)
-    run.cutoff = cutoff_s
+    run.cutoff, run.prove = cutoff_s, prove
     try:
         for hint in hints:
             problem.check_choices(hint)
@@ -96,6 +99,7 @@ class _Run:
         self.best: tuple[int, ...] | None = None
         self.objective = math.inf
         self.cutoff = math.inf
+        self.prove = True
         self.bound = _trivial_bound(problem)
         self._decoded = 0
         self.exhausted = False  # nothing that is cheaper than the best is left
@@ -169,7 +173,8 @@ class _Run:
                 continue
             self.stage("prices", self._set_prices, dual, search, price_steps)
             price_steps = 0
-        self._finish(search)
+        if self.prove or self.best is None:
+            self._finish(search)
 
     def _finish(self, search: Search) -> None:
         """Relaxation and integer program where the core is small enough, then polishing."""
@@ -433,9 +438,11 @@ class _Run:
             return self.exhaust()
         start = np.array([int(np.argmin(c)) for c in self.flat.split(self.flat.costs)], np.int64)
         program = Program(self.flat, self._scale(start), self.problem.usage_limit_bytes or 1.0)
+        nodes = None
+        if self.deterministic:
+            nodes = max(100, INTEGER_WORK // max(1, len(self.flat.edge_costs)))
         for _ in range(5):
-            left = self.clock.left_s()
-            answer = program.solve(left, 20_000 if self.deterministic else None, self.gap / 10)
+            answer = program.solve(self.clock.left_s(), nodes, self.gap / 10)
             if answer.infeasible:
                 if (
                     self.best is not None
