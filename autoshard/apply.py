@@ -159,7 +159,8 @@ class Evaluation:
         """
         if not eqn.primitive.name.startswith("scatter"):
             return False
-        indices, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
+        indices: Any = eqn.invars[1].aval
+        numbers = eqn.params["dimension_numbers"]
         indexed = (*numbers.scatter_dims_to_operand_dims, *numbers.operand_batching_dims)
         chain = self.constraints.results.get((path, 0))
         sharded = chain is None or any(s.dims[d] for s in chain for d in indexed)

@@ -27,7 +27,8 @@ TIES = 1e-6  # of the objective, for the second one
 GAP = 1e-4  # between cost and bound, as integer programs are commonly solved to
 AGAIN_GAP = 1e-3  # of the solves after the first, whose bounds prove nothing
 FOLDED_NODES = 2_000  # nodes above which repeated blocks are folded
-COUNTS = 3  # solves with the copies of the ones before counted in
+LOWER = 0.8  # of the least peak found, what the search for less asks for
+COUNTS = 4  # solves with the copies of the ones before counted in
 TRIES = 4  # solves with a lower limit
 
 
@@ -175,7 +176,6 @@ def _tightened(
     limit: float | None,
     time_limit_s: float,
     cutoff_s: float = np.inf,
-    tries: int = TRIES,
 ) -> tuple[Solution, float]:
     """Returns the first solution that fits, or one without choices, and the bound.
 
@@ -201,7 +201,7 @@ def _tightened(
         status = Status.FEASIBLE
         if not solution.choices:
             break
-    return _lowered(model, first, hints, limit or 0.0, time_limit_s, bound_s, tries), bound_s
+    return _lowered(model, first, hints, limit or 0.0, time_limit_s, bound_s), bound_s
 
 
 def _lowered(
@@ -211,13 +211,12 @@ def _lowered(
     limit: float,
     time_limit_s: float,
     bound_s: float,
-    tries: int,
 ) -> Solution:
     """Lowers the rows' limit by what a solution is over, then halfway back where nothing is left,
     until one fits."""
     tight, too_tight = limit + held_bytes(model.choices.topology.chip), None
     size = cost.peak(model.choices, solution.choices)[0]
-    for _ in range(tries):
+    for _ in range(TRIES):
         if solution.choices:
             loose = min(tight, solution.peak_bytes)
             tight = loose - (size - limit) if too_tight is None else (loose + too_tight) / 2
@@ -248,10 +247,13 @@ def least_peak(
     rows = smallest_peak(dataclasses.replace(choices.problem, usage_limit_bytes=None))
     tried = [b.choices for b in known] + ([rows.choices] if rows.choices else [])
     least = min(tried, key=lambda picked: cost.peak(choices, picked)[0])
-    for _ in range(TRIES):
+    model = _Model(choices, None)
+    while True:
         size = cost.peak(choices, least)[0]
-        lower, _ = _tightened(_Model(choices, None), (), size - 1.0, time_limit_s, tries=1)
-        if not lower.choices or size <= enough_bytes:
+        if size <= enough_bytes:
+            break
+        lower, _ = _tightened(model, (), LOWER * size, time_limit_s)
+        if not lower.choices:
             break
         least = lower.choices
     return tuple(least)

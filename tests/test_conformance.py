@@ -115,7 +115,7 @@ def test_two_slices_are_planned_otherwise_than_one():
 
 
 def test_two_hosts_are_planned_otherwise_than_one():
-    sizes = dataclasses.replace(gpt.SIZES["small"], layers=2, batch=64)
+    sizes = dataclasses.replace(gpt.SIZES["small"], layers=2, batch=256)
     args = gpt.example_arguments(sizes)
     plans = [
         autoshard.plan(gpt.train_step, *args, mesh=mesh, hardware="h100", donate_argnums=0)
