@@ -28,7 +28,7 @@ GAP = 1e-4  # between cost and bound, as integer programs are commonly solved to
 AGAIN_GAP = 1e-3  # of the solves after the first, whose bounds prove nothing
 FOLDED_NODES = 2_000  # nodes above which repeated blocks are folded
 LOWER = 0.8  # of the least peak found, what the search for less asks for
-COUNTS = 4  # solves with the copies of the ones before counted in
+COUNTS = 6  # solves, each with the copies of those before counted in
 TRIES = 4  # solves with a lower limit
 
 
@@ -189,11 +189,13 @@ def _tightened(
         return solution, bound_s
     first, status = solution, solution.status
     counted: dict[tuple[int, int], Usage] = {}
-    for _ in range(COUNTS):
+    for attempt in range(COUNTS):
         size = cost.peak(model.choices, solution.choices)[0]
         if limit is None or most is None or size <= limit or bound_s > cutoff_s:
             found = dataclasses.replace(solution, peak_bytes=size, status=status, bound_s=bound_s)
             return found, bound_s
+        if attempt == COUNTS - 1:
+            break
         counted |= copy_usages(model.choices, solution.choices)
         usages = tuple(counted.values())
         held = model.peak_bytes(solution.choices, usages) - size  # in vector memory

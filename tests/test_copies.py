@@ -40,7 +40,7 @@ def test_a_reader_that_takes_the_value_as_it_lies_holds_no_copy():
             assert (held == 0) == (strategy.operands[k] == have)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.8])
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
 def test_only_as_many_layers_are_sharded_as_memory_asks_for(share):
     """Twelve equal layers, all their weights whole where there is room: with less of it, some are
     sharded and gathered, each for the same seconds; all sharded is the known plan."""
