@@ -26,6 +26,9 @@ from autoshard.strategies import Strategy
 from autoshard.topology import Topology
 from autoshard.trace import Program, trace
 
+# Devices of one CPU exchange about a thousand arrays a second.
+MOST_COLLECTIVES = 20_000
+LONG = 100  # steps of a loop
 SIZES = {"8": (8,), "4x2": (4, 2), "2x2x2": (2, 2, 2)}
 # Programs this small are not worth XLA's time; its newer code generator takes most of it.
 QUICK: dict[str, bool | str | int] = {
@@ -58,7 +61,8 @@ def random_plan(
     rules = rules_for([op.eqn for op in planning.leaf_ops(program)])
     strategies = tuple(planning.strategies(program, rules, target, pins))
     choices = _unpriced(program, strategies, target.topology)
-    solution = Solution(_pick(choices, random.Random(seed)), 0.0, 0.0, Status.FEASIBLE, 0.0)
+    picked = _affordable(choices, random.Random(seed))
+    solution = Solution(picked, 0.0, 0.0, Status.FEASIBLE, 0.0)
     constraints = emit.constraints(choices, solution.choices)
     priced = planning.Priced(program, target, choices, ())
     plan = planning.assemble(priced, solution, constraints, (), Stages("random plan"))
@@ -79,6 +83,35 @@ def _unpriced(program: Program, strategies, topology: Topology) -> Choices:
         edge_ties=(),
         donated=program.donated,
     )
+
+
+def _affordable(choices: Choices, rng: random.Random) -> tuple[int, ...]:
+    """Returns a random pick, with the long loops left whole if they would run for minutes.
+
+    A scan over thousands of steps with a reshard at every operation of its body takes hours.
+    """
+    picked = _pick(choices, rng)
+    if collectives_run(choices, picked) <= MOST_COLLECTIVES:
+        return picked
+    return tuple(
+        _whole(strategies, k) if op.trips >= LONG else k
+        for op, strategies, k in zip(choices.ops, choices.strategies, picked, strict=True)
+    )
+
+
+def _whole(strategies: Sequence[Strategy], otherwise: int) -> int:
+    """Returns the strategy that shards nothing, if a pin leaves one."""
+    for k, s in enumerate(strategies):
+        if not s.reduced and all(x.is_replicated for x in (*s.operands, *s.results)):
+            return k
+    return otherwise
+
+
+def collectives_run(choices: Choices, picked: Sequence[int]) -> int:
+    """Returns how many collectives a step runs, each as often as its loop goes round."""
+    if not any(op.trips > 1 for op in choices.ops):
+        return 0
+    return sum(c.trips for c in emit.planned_collectives(choices, picked))
 
 
 def _pick(choices: Choices, rng: random.Random) -> tuple[int, ...]:
