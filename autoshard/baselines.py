@@ -39,12 +39,12 @@ def baselines(choices: Choices, carried: tuple[int | None, ...]) -> list[Baselin
     mesh = choices.topology.mesh
     names = tuple(name for name, size in mesh.axes if size > 1)
     found: dict[tuple[int, ...], Baseline] = {}
-    incoming = _incoming(choices)
+    wiring = _Wiring(choices)
     for count in range(len(names), 0, -1):
         for batch in itertools.combinations(names, count):
             rest = tuple(a for a in names if a not in batch)
             for state in dict.fromkeys(((), batch, names)):
-                picked = _Walk(choices, carried, incoming, batch, state).run()
+                picked = _Walk(choices, carried, wiring, batch, state).run()
                 if picked not in found:
                     problem = choices.problem
                     found[picked] = Baseline(
@@ -61,28 +61,42 @@ def _name(batch: Axes, state: Axes, rest: Axes) -> str:
     return f"batch over {','.join(batch)}, {kind}" + (f", {','.join(rest)} free" if rest else "")
 
 
-def _incoming(choices: Choices) -> list[list[tuple[int, np.ndarray, bool]]]:
-    """Returns each node's edges to earlier ones: (node, costs, whether it is the edge's first)."""
-    found: list[list[tuple[int, np.ndarray, bool]]] = [[] for _ in choices.ops]
-    for edge in choices.problem.edges:
-        ahead = edge.a < edge.b
-        found[max(edge.a, edge.b)].append((min(edge.a, edge.b), edge.costs_s, ahead))
-    return found
+class _Wiring:
+    """What every walk asks of each node."""
+
+    def __init__(self, choices: Choices):
+        problem = choices.problem
+        # Edges to earlier nodes: (node, costs, whether it is the edge's first).
+        self.incoming: list[list[tuple[int, np.ndarray, bool]]] = [[] for _ in choices.ops]
+        for edge in problem.edges:
+            ahead = edge.a < edge.b
+            source, reader = min(edge.a, edge.b), max(edge.a, edge.b)
+            self.incoming[reader].append((source, edge.costs_s, ahead))
+        self.sources = [[j for j, _, _ in edges] for edges in self.incoming]
+        numbers: dict[tuple, int] = {}
+        forms = (
+            (id(strategies), id(node.costs_s), *(id(costs) for _, costs, _ in edges))
+            for strategies, node, edges in zip(
+                choices.strategies, problem.nodes, self.incoming, strict=True
+            )
+        )
+        # The same number for nodes with equal strategies and costs.
+        self.alike = [numbers.setdefault(form, len(numbers)) for form in forms]
 
 
 class _Walk:
     """One pass in execution order; `batch_dim` holds the batch dim of each value that has one."""
 
-    def __init__(self, choices: Choices, carried, incoming, batch: Axes, state: Axes):
+    def __init__(self, choices: Choices, carried, wiring: _Wiring, batch: Axes, state: Axes):
         self.choices, self.carried, self.batch, self.state = choices, carried, batch, state
         self.batch_dim: dict[int, int] = {}
         self.splits: dict[tuple[int, int, int], np.ndarray] = {}
         self.picked: list[int] = []
-        self.incoming = incoming
+        self.wiring = wiring
         self.known: dict[tuple, int] = {}  # what operations that are alike pick
 
     def run(self) -> tuple[int, ...]:
-        picked, nodes = self.picked, self.choices.problem.nodes
+        picked, alike, sources = self.picked, self.wiring.alike, self.wiring.sources
         for i, op in enumerate(self.choices.ops):
             strategies = self.choices.strategies[i]
             if op.kind is Kind.INPUT:
@@ -91,8 +105,7 @@ class _Walk:
                     self._label(op, strategies[picked[i]])
                 continue
             labels = self._labels(op)
-            before = [(picked[j], id(costs)) for j, costs, _ in self.incoming[i]]
-            key = (id(strategies), id(nodes[i].costs_s), labels, *before)
+            key = (alike[i], labels, *[picked[j] for j in sources[i]])
             if key not in self.known:
                 self.known[key] = self._best(i, self._kept(strategies, labels))
             picked.append(self.known[key])
@@ -102,7 +115,7 @@ class _Walk:
 
     def _best(self, i: int, allowed: np.ndarray) -> int:
         costs = self.choices.problem.nodes[i].costs_s
-        for j, matrix, is_ahead in self.incoming[i]:
+        for j, matrix, is_ahead in self.wiring.incoming[i]:
             costs = costs + (matrix[self.picked[j]] if is_ahead else matrix[:, self.picked[j]])
         positions = np.flatnonzero(allowed) if allowed.any() else np.arange(len(costs))
         return int(positions[np.argmin(costs[positions])])

@@ -119,7 +119,8 @@ class _Pricing:
         }
         self.reads = Reads()
         self._indices: dict[tuple, np.ndarray] = {}
-        self._matrices: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+        self._matrices: dict[tuple, tuple[np.ndarray, np.ndarray, bool]] = {}
+        self._reduced: dict[int, tuple[np.ndarray, np.ndarray, bool]] = {}
         self._texts: dict[int, tuple[str, ...]] = {}
         self._moves: dict[tuple, np.ndarray] = {}
         self._nodes: dict[tuple, np.ndarray] = {}
@@ -276,8 +277,8 @@ class _Pricing:
                 if a == i:
                     continue
                 donated = op.kind is Kind.INPUT and self.donated[int(op.path.removeprefix("in"))]
-                costs, steps = self._edge(a, r, i, k, value, op.operand_trips[k], donated)
-                if costs.any():
+                costs, steps, differ = self._edge(a, r, i, k, value, op.operand_trips[k], donated)
+                if differ:
                     found.append(Edge(a, i, costs))
                     ties.append(steps)
         return found, ties
@@ -291,8 +292,9 @@ class _Pricing:
 
     def _edge(
         self, a: int, r: int, b: int, k: int, value: Value, trips: int, donated: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the costs and the steps [S_a, S_b]; the same objects wherever they are equal."""
+    ) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Returns the costs and the steps [S_a, S_b], and whether any costs something; the same
+        objects wherever they are equal."""
         ends = (id(self.strategies[a]), r, id(self.strategies[b]), k)
         itemsize = 2 if (id(self.ops[b]), k) in self.narrow else value.itemsize
         key = (*ends, value.shape, itemsize, trips, donated)
@@ -304,7 +306,7 @@ class _Pricing:
             costs = ways.seconds[place] * trips
             if donated:
                 costs = costs + (costs > 0) * self._copy_s(b, k, value)
-            self._matrices[key] = (costs, ways.step_counts[place])
+            self._matrices[key] = (costs, ways.step_counts[place], bool(costs.any()))
         return self._matrices[key]
 
     def usages(self) -> list[Usage]:
@@ -344,11 +346,10 @@ class _Pricing:
         op, live = self.ops[i], self.live
         start = live.runs[id(op)]
         end = live.spans.get(id(op), (start, start + 1))[1]
-        reduced = np.array([bool(s.reduced) for s in self.strategies[i]])
-        scattered = np.array([bool(s.scattered) for s in self.strategies[i]])
+        reduced, scattered, some = self._reduced_of(i)
         found = []
-        for k, value in enumerate(op.results):
-            if not value.shape or not reduced.any():
+        for k, value in enumerate(op.results if some else ()):
+            if not value.shape:
                 continue
             size = self.stored_bytes(i, "partial", k, value)
             for which, stop in ((reduced & ~scattered, start + 1), (scattered, end)):
@@ -356,6 +357,15 @@ class _Pricing:
                     held = np.ceil(size * which * GAPS)
                     found.append(Usage(i, start, stop, held, f"{value.name}, partial"))
         return found
+
+    def _reduced_of(self, i: int) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Returns [S] which strategies reduce, [S] which scatter, and whether any reduces."""
+        key = id(self.strategies[i])
+        if key not in self._reduced:
+            reduced = np.array([bool(s.reduced) for s in self.strategies[i]])
+            scattered = np.array([bool(s.scattered) for s in self.strategies[i]])
+            self._reduced[key] = (reduced, scattered, bool(reduced.any()))
+        return self._reduced[key]
 
     def _range_bytes(self, i: int, live: LiveRange) -> np.ndarray:
         if live.operand is not None:
@@ -367,8 +377,12 @@ def stored_bytes(
     topology: Topology, value: Value, sharding: Sharding, majors: tuple[int, ...] = ()
 ) -> float:
     """Returns what one device's block of a value takes in memory."""
-    local = sharding.local_shape(value.shape, topology.mesh)
-    return topology.chip.stored_bytes(local, value.itemsize, majors)
+    return _stored_bytes(topology, value.shape, value.itemsize, sharding, majors)
+
+
+@functools.lru_cache(maxsize=65536)
+def _stored_bytes(topology: Topology, shape, itemsize, sharding: Sharding, majors) -> float:
+    return topology.chip.stored_bytes(sharding.local_shape(shape, topology.mesh), itemsize, majors)
 
 
 @functools.lru_cache(maxsize=65536)

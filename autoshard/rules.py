@@ -4,6 +4,7 @@ Rules are cached for the process by what determines them: primitive, parameters 
 """
 
 import collections
+import functools
 import os
 import sys
 import warnings
@@ -107,11 +108,14 @@ def _shape(aval) -> tuple[int, ...]:
 def _signature(eqn: JaxprEqn) -> Hashable:
     """Returns what determines an equation's rule; equal for equal equations of any trace."""
     avals = tuple(
-        (_shape(v.aval), str(getattr(v.aval, "dtype", v.aval)), getattr(v.aval, "weak_type", False))
+        (_shape(v.aval), _text(getattr(v.aval, "dtype", v.aval)), getattr(v.aval, "weak_type", False))
         for v in (*eqn.invars, *eqn.outvars)
     )
     params = tuple((name, _frozen(value)) for name, value in sorted(eqn.params.items()))
     return (eqn.primitive, len(eqn.invars), params, avals, eqn.ctx.threefry_partitionable)
+
+
+_text = functools.lru_cache(maxsize=256)(str)  # of a dtype, which takes NumPy long
 
 
 def _frozen(value) -> Hashable:

@@ -213,7 +213,7 @@ class _Builder:
 
     def value(self, aval: Any, name: str) -> Value:
         shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
-        return Value(shape, str(dtype), _itemsize(dtype), name)
+        return Value(shape, _dtype_name(dtype), _itemsize(dtype), name)
 
     def program(
         self, closed, inputs, output_names, links
@@ -469,11 +469,15 @@ def _exits(carries: list[Op], results: Sequence[Value], path: str, trips: int) -
     ]
 
 
+# NumPy takes long to spell a dtype.
+_dtype_name = functools.lru_cache(maxsize=256)(str)
+
+
 def _itemsize(dtype: Any) -> float:
     """Returns bytes per element as stored: half a byte for 4-bit types, 0 for tokens."""
     if dtype is None:
         return 0.0
-    return 0.5 if any(four in str(dtype) for four in ("int4", "float4")) else float(dtype.itemsize)
+    return 0.5 if any(four in _dtype_name(dtype) for four in ("int4", "float4")) else float(dtype.itemsize)
 
 
 def _read(env: dict, v) -> Value | None:
