@@ -107,12 +107,13 @@ def _shape(aval) -> tuple[int, ...]:
 
 def _signature(eqn: JaxprEqn) -> Hashable:
     """Returns what determines an equation's rule; equal for equal equations of any trace."""
-    avals = tuple(
-        (_shape(v.aval), _text(getattr(v.aval, "dtype", v.aval)), getattr(v.aval, "weak_type", False))
-        for v in (*eqn.invars, *eqn.outvars)
-    )
+    avals = tuple(_form(v.aval) for v in (*eqn.invars, *eqn.outvars))
     params = tuple((name, _frozen(value)) for name, value in sorted(eqn.params.items()))
     return (eqn.primitive, len(eqn.invars), params, avals, eqn.ctx.threefry_partitionable)
+
+
+def _form(aval) -> Hashable:
+    return _shape(aval), _text(getattr(aval, "dtype", aval)), getattr(aval, "weak_type", False)
 
 
 _text = functools.lru_cache(maxsize=256)(str)  # of a dtype, which takes NumPy long

@@ -477,7 +477,8 @@ def _itemsize(dtype: Any) -> float:
     """Returns bytes per element as stored: half a byte for 4-bit types, 0 for tokens."""
     if dtype is None:
         return 0.0
-    return 0.5 if any(four in _dtype_name(dtype) for four in ("int4", "float4")) else float(dtype.itemsize)
+    name = _dtype_name(dtype)
+    return 0.5 if "int4" in name or "float4" in name else float(dtype.itemsize)
 
 
 def _read(env: dict, v) -> Value | None:
