@@ -62,60 +62,80 @@ def _name(batch: Axes, state: Axes, rest: Axes) -> str:
 
 
 class _Wiring:
-    """What every walk asks of each node."""
+    """What every walk asks of each operation; of those that share a choice, of the first."""
 
     def __init__(self, choices: Choices):
+        self.choices, fold = choices, choices.fold
+        count = len(choices.ops)
+        self.members = list(range(count)) if fold is None else fold.members.tolist()
+        self.classes = list(range(count)) if fold is None else fold.classes.tolist()
         problem = choices.problem
-        # Edges to earlier nodes: (node, costs, whether it is the edge's first).
-        self.incoming: list[list[tuple[int, np.ndarray, bool]]] = [[] for _ in choices.ops]
+        edges: dict[int, list[tuple[int, np.ndarray, bool]]] = {i: [] for i in self.members}
         for edge in problem.edges:
             ahead = edge.a < edge.b
             source, reader = min(edge.a, edge.b), max(edge.a, edge.b)
-            self.incoming[reader].append((source, edge.costs_s, ahead))
-        self.sources = [[j for j, _, _ in edges] for edges in self.incoming]
+            if reader in edges:
+                edges[reader].append((self.classes[source], edge.costs_s, ahead))
+        # Edges to earlier classes: (class, costs, whether it is the edge's first).
+        self.incoming = list(edges.values())
+        self.sources = [[c for c, _, _ in near] for near in self.incoming]
+        self.operands = [self._operands(choices.ops[i]) for i in self.members]
         numbers: dict[tuple, int] = {}
         forms = (
-            (id(strategies), id(node.costs_s), *(id(costs) for _, costs, _ in edges))
-            for strategies, node, edges in zip(
-                choices.strategies, problem.nodes, self.incoming, strict=True
-            )
+            (id(choices.strategies[i]), id(problem.nodes[i].costs_s), *(id(m) for _, m, _ in near))
+            for i, near in edges.items()
         )
-        # The same number for nodes with equal strategies and costs.
+        # The same number for classes with equal strategies and costs.
         self.alike = [numbers.setdefault(form, len(numbers)) for form in forms]
+
+    def _operands(self, op: Op) -> list[tuple[int, tuple[int, int]]]:
+        """Returns (operand number, (class, result number)) of each operand."""
+        found = []
+        for k, value in enumerate(op.operands):
+            if value is not None:
+                i, r = self.choices.producer[id(value)]
+                found.append((k, (self.classes[i], r)))
+        return found
+
+    def all(self, picked: list[int]) -> tuple[int, ...]:
+        """Returns the choices of all operations from those of the classes."""
+        return tuple([picked[c] for c in self.classes])
 
 
 class _Walk:
-    """One pass in execution order; `batch_dim` holds the batch dim of each value that has one."""
+    """One pass in execution order; `batch_dim` holds the batch dim of each value, by class and
+    result number, that has one."""
 
     def __init__(self, choices: Choices, carried, wiring: _Wiring, batch: Axes, state: Axes):
         self.choices, self.carried, self.batch, self.state = choices, carried, batch, state
-        self.batch_dim: dict[int, int] = {}
+        self.batch_dim: dict[tuple[int, int], int] = {}
         self.splits: dict[tuple[int, int, int], np.ndarray] = {}
         self.picked: list[int] = []
         self.wiring = wiring
         self.known: dict[tuple, int] = {}  # what operations that are alike pick
 
     def run(self) -> tuple[int, ...]:
-        picked, alike, sources = self.picked, self.wiring.alike, self.wiring.sources
-        for i, op in enumerate(self.choices.ops):
-            strategies = self.choices.strategies[i]
+        picked, wiring = self.picked, self.wiring
+        for c, i in enumerate(wiring.members):
+            op, strategies = self.choices.ops[i], self.choices.strategies[i]
             if op.kind is Kind.INPUT:
-                picked.append(self._best(i, self._input(op, strategies)))
+                picked.append(self._best(c, self._input(op, strategies)))
                 if self.carried[int(op.path.removeprefix("in"))] is None:
-                    self._label(op, strategies[picked[i]])
+                    self._label(c, strategies[picked[c]])
                 continue
-            labels = self._labels(op)
-            key = (alike[i], labels, *[picked[j] for j in sources[i]])
+            known = self.batch_dim
+            labels = tuple([(k, known[v]) for k, v in wiring.operands[c] if v in known])
+            key = (wiring.alike[c], labels, *[picked[s] for s in wiring.sources[c]])
             if key not in self.known:
-                self.known[key] = self._best(i, self._kept(strategies, labels))
+                self.known[key] = self._best(c, self._kept(strategies, labels))
             picked.append(self.known[key])
             if labels:
-                self._label(op, strategies[picked[i]])
-        return tuple(picked)
+                self._label(c, strategies[picked[c]])
+        return wiring.all(picked)
 
-    def _best(self, i: int, allowed: np.ndarray) -> int:
-        costs = self.choices.problem.nodes[i].costs_s
-        for j, matrix, is_ahead in self.wiring.incoming[i]:
+    def _best(self, c: int, allowed: np.ndarray) -> int:
+        costs = self.choices.problem.nodes[self.wiring.members[c]].costs_s
+        for j, matrix, is_ahead in self.wiring.incoming[c]:
             costs = costs + (matrix[self.picked[j]] if is_ahead else matrix[:, self.picked[j]])
         positions = np.flatnonzero(allowed) if allowed.any() else np.arange(len(costs))
         return int(positions[np.argmin(costs[positions])])
@@ -134,11 +154,6 @@ class _Walk:
                 return np.array(wanted)
         return np.array([s.results[0].is_replicated for s in strategies])
 
-    def _labels(self, op: Op) -> tuple[tuple[int, int], ...]:
-        """Returns (operand number, dim) of each batch dim that an operation reads."""
-        known = self.batch_dim
-        return tuple([(k, known[id(v)]) for k, v in enumerate(op.operands) if id(v) in known])
-
     def _kept(self, strategies: tuple[Strategy, ...], labels) -> np.ndarray:
         """Which strategies split each operand's batch dim, and no other, along the batch axes."""
         kept = np.ones(len(strategies), bool)
@@ -155,8 +170,8 @@ class _Walk:
             a in axes for e, axes in enumerate(sharding.dims) if e != dim for a in self.batch
         )
 
-    def _label(self, op: Op, strategy: Strategy) -> None:
-        for value, partial in zip(op.results, strategy.partial, strict=True):
+    def _label(self, c: int, strategy: Strategy) -> None:
+        for k, partial in enumerate(strategy.partial):
             for d, axes in enumerate(partial.dims):
                 if axes == self.batch:
-                    self.batch_dim[id(value)] = d
+                    self.batch_dim[c, k] = d

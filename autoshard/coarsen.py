@@ -15,6 +15,7 @@ import numpy as np
 from autoshard.problem import Edge, ShardingProblem, Usage
 
 ROUNDS = 6  # how far a node looks
+FOLDED_NODES = 2_000  # above which repeated blocks are folded
 WORTH = 0.7  # of the nodes left, up to which folding is worth it
 
 
@@ -79,6 +80,11 @@ class Fold:
     def unfold(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Returns the choices [N] of all nodes from those of the classes."""
         return tuple(np.asarray(choices, np.int64)[self.classes].tolist())
+
+
+def folded(problem: ShardingProblem) -> Fold | None:
+    """Returns the fold of a large problem, None if it is small or has few nodes that look alike."""
+    return fold(problem) if len(problem.nodes) > FOLDED_NODES else None
 
 
 def fold(problem: ShardingProblem, rounds: int = ROUNDS) -> Fold | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from autoshard import collectives, roofline
+from autoshard.coarsen import Fold, folded
 from autoshard.fusion import is_matmul
 from autoshard.graph import Graph, Kind, Op, Value
 from autoshard.liveness import Liveness, LiveRange, liveness
@@ -17,7 +18,7 @@ from autoshard.resharding import ReshardTable, table
 from autoshard.sharding import Sharding
 from autoshard.strategies import Strategy
 from autoshard.topology import Topology
-from autoshard.vmem import Buffer, fullest
+from autoshard.vmem import Buffer, Buffers, fullest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,6 +37,15 @@ class Choices:
     donated: tuple[bool, ...]  # of each INPUT, in order
     reads: Reads = dataclasses.field(default_factory=Reads)
     narrow: frozenset[tuple[int, int]] = frozenset()  # id of operation, operand: moved in 2 bytes
+
+    @functools.cached_property
+    def fold(self) -> Fold | None:
+        """Which operations share a choice, if the program is large and repeats itself."""
+        return folded(self.problem)
+
+    @functools.cached_property
+    def held(self) -> "Held":
+        return Held(self)
 
     @functools.cached_property
     def matmuls_before(self) -> list[int]:
@@ -417,20 +427,35 @@ def reductions(op: Op, strategy: Strategy, topology: Topology):
             yield kind, rest, size, _reduction(kind, rest, size, topology)
 
 
+class Held:
+    """What the usages of a problem hold, for any choices."""
+
+    def __init__(self, choices: Choices):
+        usages = choices.problem.usages
+        temporary = (Kind.LEAF, Kind.SLICE, Kind.ENTER, Kind.READ)
+        self.nodes = np.array([u.node for u in usages], np.int64)
+        self.starts = np.array([u.start for u in usages], np.int64)
+        self.ends = np.array([u.end for u in usages], np.int64)
+        self.temporary = np.array([choices.ops[u.node].kind in temporary for u in usages], bool)
+        self.labels = [u.label for u in usages]
+        counts = np.array([len(u.bytes) for u in usages], np.int64)
+        self.offsets = np.cumsum(counts) - counts
+        self.bytes = np.concatenate([np.zeros(0), *(u.bytes for u in usages)])
+
+    def buffers(self, solution: Sequence[int]) -> Buffers:
+        picked = np.asarray(solution, np.int64)[self.nodes]
+        sizes = self.bytes[self.offsets + picked]
+        return Buffers(self.starts, self.ends, sizes, self.temporary, self.labels)
+
+
 def peak(choices: Choices, solution: Sequence[int]) -> tuple[float, list[tuple[str, float]]]:
     """Returns the peak bytes of a solution and what is alive there, largest first.
 
     Beside the usages of the problem, which depend on one choice each, it counts what depends on
     two: copies of operands brought into another sharding.
     """
-    buffers = [
-        Buffer(
-            u.start, u.end, float(u.bytes[solution[u.node]]), u.label,
-            choices.ops[u.node].kind in (Kind.LEAF, Kind.SLICE, Kind.ENTER, Kind.READ),
-        )
-        for u in choices.problem.usages
-    ]  # fmt: skip
-    buffers += [copied for _, _, copied in copies(choices, solution)]
+    moved = Buffers.of([copied for _, _, copied in copies(choices, solution)])
+    buffers = choices.held.buffers(solution).joined(moved)
     return fullest(buffers, choices.live.end, choices.topology.chip.vector_memory_bytes)
 
 

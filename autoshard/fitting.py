@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard import cost
 from autoshard.baselines import Baseline
-from autoshard.coarsen import Fold, fold
+from autoshard.coarsen import Fold
 from autoshard.copies import copy_usages
 from autoshard.cost import Choices
 from autoshard.errors import InfeasibleError, NoSolutionError
@@ -26,7 +26,6 @@ from autoshard.vmem import held_bytes
 TIES = 1e-6  # of the objective, for the second one
 GAP = 1e-4  # between cost and bound, as integer programs are commonly solved to
 AGAIN_GAP = 1e-3  # of the solves after the first, whose bounds prove nothing
-FOLDED_NODES = 2_000  # nodes above which repeated blocks are folded
 LOWER = 0.8  # of the least peak found, what the search for less asks for
 COUNTS = 6  # solves, each with the copies of those before counted in
 TRIES = 4  # solves with a lower limit
@@ -164,9 +163,8 @@ class _Model:
 
 def _models(choices: Choices) -> Iterator[_Model]:
     """Yields the folded problem, if it is much smaller, and then the whole one."""
-    folded = fold(choices.problem) if len(choices.problem.nodes) > FOLDED_NODES else None
-    if folded is not None:
-        yield _Model(choices, folded)
+    if choices.fold is not None:
+        yield _Model(choices, choices.fold)
     yield _Model(choices, None)
 
 

@@ -29,19 +29,55 @@ class Buffer:
     temporary: bool
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Buffers:
+    """Many buffers: arrays [B] of what `Buffer` holds."""
+
+    starts: np.ndarray
+    ends: np.ndarray
+    sizes: np.ndarray
+    temporary: np.ndarray
+    labels: Sequence[str]
+
+    @classmethod
+    def of(cls, buffers: Sequence[Buffer]) -> "Buffers":
+        return cls(
+            np.array([b.start for b in buffers], np.int64),
+            np.array([b.end for b in buffers], np.int64),
+            np.array([b.size_bytes for b in buffers], np.float64),
+            np.array([b.temporary for b in buffers], bool),
+            [b.label for b in buffers],
+        )
+
+    def joined(self, other: "Buffers") -> "Buffers":
+        return Buffers(
+            np.concatenate([self.starts, other.starts]),
+            np.concatenate([self.ends, other.ends]),
+            np.concatenate([self.sizes, other.sizes]),
+            np.concatenate([self.temporary, other.temporary]),
+            [*self.labels, *other.labels],
+        )
+
+    def alive(self, time: int) -> list[tuple[str, float]]:
+        """Returns (label, bytes) of what is alive at a time, largest first."""
+        there = (self.starts <= time) & (time < self.ends) & (self.sizes > 0)
+        found = [(self.labels[k], float(self.sizes[k])) for k in np.flatnonzero(there).tolist()]
+        return sorted(found, key=lambda item: -item[1])
+
+    def __str__(self) -> str:
+        return f"{len(self.labels)} buffers of {self.sizes.sum():.6g} bytes in all"
+
+
 def fullest(
-    buffers: Sequence[Buffer], times: int, vector_memory_bytes: float
+    buffers: Buffers, times: int, vector_memory_bytes: float
 ) -> tuple[float, list[tuple[str, float]]]:
     """Returns the most bytes of HBM in use at once, and what is alive then, largest first."""
-    starts = np.array([b.start for b in buffers], np.int64)
-    ends = np.array([b.end for b in buffers], np.int64)
-    sizes = np.array([b.size_bytes for b in buffers])
+    starts, ends, sizes = buffers.starts, buffers.ends, buffers.sizes
     change = np.zeros(times + 1)
     np.add.at(change, starts, sizes)
     np.add.at(change, np.maximum(starts, ends), -sizes)
     used = np.cumsum(change[:-1])
-    fitting = np.array([b.temporary for b in buffers], bool)
-    fitting &= sizes <= LARGEST * vector_memory_bytes
+    fitting = buffers.temporary & (sizes <= LARGEST * vector_memory_bytes)
     order = np.lexsort((sizes[fitting], (ends - starts)[fitting]))
     first, last, size = (a[fitting][order] for a in (starts, ends, sizes))
     room = HELD * vector_memory_bytes
@@ -52,8 +88,7 @@ def fullest(
         left = float(used[t]) - _held(size[(first <= t) & (t < last)], room)
         if left > best:
             best, at = left, int(t)
-    alive = [(b.label, b.size_bytes) for b in buffers if b.start <= at < b.end and b.size_bytes > 0]
-    return best, sorted(alive, key=lambda item: -item[1])
+    return best, buffers.alive(at)
 
 
 def held_bytes(chip: Chip) -> float:

@@ -17,8 +17,7 @@ import subprocess
 import sys
 
 import autoshard
-from autoshard import fitting
-from autoshard.coarsen import fold
+from autoshard.coarsen import folded
 from models import gpt
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -48,13 +47,13 @@ def measure(size: str, layers: int, mesh: str) -> dict:
     stages = dict(plan.stages)
     problem = autoshard.sharding_problem(gpt.train_step, *arguments, **where)
     count = len(problem.nodes)
-    folded = fold(problem) if count > fitting.FOLDED_NODES else None
-    solved = problem if folded is None else folded.problem(problem)
+    folds = folded(problem)
+    solved = problem if folds is None else folds.problem(problem)
     return {
         "model": f"{size}, {layers} unrolled" if layers else f"{size}, {sizes.layers} scanned",
         "mesh": mesh,
         "nodes": f"{count:,}",
-        "folded": f"{len(solved.nodes):,}" if folded else "-",
+        "folded": f"{len(solved.nodes):,}" if folds else "-",
         "variables": f"{sum(len(n.costs_s) for n in solved.nodes):,}",
         "trace s": f"{stages['trace']:.1f}",
         "planned s": f"{sum(s for name, s in stages.items() if name != 'trace'):.1f}",

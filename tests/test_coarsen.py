@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import fitting
+from autoshard import coarsen, fitting
 from autoshard.coarsen import fold
 from autoshard.lifted import lifted_bound
 from autoshard.problem import Edge, Node, ShardingProblem
@@ -91,7 +91,7 @@ def test_the_lifted_bound_is_the_optimum_of_a_long_chain_of_equal_blocks():
 
 
 def planned(sizes, monkeypatch, folded: bool) -> autoshard.Plan:
-    monkeypatch.setattr(fitting, "FOLDED_NODES", 0 if folded else 10**9)
+    monkeypatch.setattr(coarsen, "FOLDED_NODES", 0 if folded else 10**9)
     return autoshard.plan(
         gpt.train_step, *gpt.example_arguments(sizes), mesh=MESH, hardware="v5e", donate_argnums=0
     )

@@ -8,9 +8,14 @@ from autoshard.hardware import preset
 from autoshard.liveness import liveness
 from autoshard.moves import copied, narrowed
 from autoshard.trace import trace
-from autoshard.vmem import Buffer, fullest
+from autoshard.vmem import Buffer, Buffers
+from autoshard.vmem import fullest as fullest_of
 
 MIB = 2.0**20
+
+
+def fullest(buffers, times, vector_memory_bytes):
+    return fullest_of(Buffers.of(buffers), times, vector_memory_bytes)
 
 
 def small(start, end, mib, temporary=True):
