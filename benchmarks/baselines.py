@@ -12,7 +12,10 @@ LEAST = 100_000  # elements from which on frameworks shard a parameter
 
 def hand_plans(workload: Workload) -> list[HandPlan]:
     """Returns the hand plans of a workload on its three meshes, the likeliest first."""
-    return list(_KINDS.get(workload.model, _transformers)(workload.meshes))
+    kind = _KINDS.get(workload.model, _transformers)
+    if kind is _transformers and workload.batch < workload.device_count:
+        kind = _few_sequences
+    return list(kind(workload.meshes))
 
 
 def _transformers(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
@@ -44,6 +47,31 @@ def _transformers(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
         yield HandPlan(
             "ZeRO-1 + TP", mesh, (*heads, ("B", DATA)), heads, (*heads, ("D", DATA)), LEAST
         )
+
+
+def _few_sequences(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
+    """Fewer sequences than devices: the positions are split too."""
+    line, narrow, wide = meshes
+    fsdp: Where = (("D", ALL), ("F", ALL))
+    heads: Where = (("F", MODEL), ("K", MODEL), ("I", MODEL), ("V", MODEL))
+    for mesh, batch, rest in ((wide, DATA, MODEL), (narrow, MODEL, DATA), (line, DATA, DATA)):
+        split: Where = (("B", batch), ("S", rest))
+        yield HandPlan(
+            "sequences split, heads inside attention, FSDP, no windows", mesh,
+            (("B", batch), ("K", rest), ("S", rest)), fsdp, least=LEAST, outside=("K",),
+            windowed=False,
+        )  # fmt: skip
+        yield HandPlan(
+            "sequences split, FSDP, no windows", mesh, split, fsdp, least=LEAST, windowed=False
+        )
+        if mesh == wide:
+            yield HandPlan("sequences split, FSDP", mesh, split, fsdp, least=LEAST)
+            yield HandPlan(
+                "FSDP + TP + sequence", mesh, (*heads, *split), (*heads, ("D", DATA)), least=LEAST
+            )
+    for mesh in (wide, narrow):
+        yield HandPlan("FSDP", mesh, (("B", ALL),), fsdp, least=LEAST)
+        yield HandPlan("TP", mesh, (*heads, ("B", DATA)), heads, least=LEAST)
 
 
 def _experts(meshes: tuple[str, ...]) -> Iterator[HandPlan]:

@@ -1,12 +1,17 @@
 """Programs compiled ahead of time, kept on disk by what went in."""
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
 import json
+import math
+import os
 import pathlib
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -37,12 +42,20 @@ def compiled(
     lower: Callable[[], Any],
     cache: pathlib.Path,
     options: dict[str, str] | None = None,
+    patience_s: float = math.inf,
 ) -> tuple[Compiled, pathlib.Path]:
-    """Lowers and compiles, or reads what an earlier run compiled for the same key."""
+    """Lowers and compiles, or reads what an earlier run compiled for the same key.
+
+    A compilation cannot be stopped from within: when it takes longer than `patience_s`, that is
+    noted in its place and the whole process starts anew, with the same arguments.
+    """
     path = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
-    if not path.exists():
-        path.write_bytes(gzip.compress(json.dumps(_compile(key, mesh, lower, options)).encode()))
-    found = json.loads(gzip.decompress(path.read_bytes()))
+    found = _read(path)
+    if found is None or found.get("patience_s", math.inf) < patience_s:
+        with _patience(path, key, patience_s):
+            _write(path, _compile(key, mesh, lower, options))
+        found = _read(path)
+        assert found is not None
     if "refused" in found:
         return Compiled(compile_s=found["compile_s"], refused=found["refused"]), path
     memory = inspect.Memory(**found["memory"])
@@ -57,6 +70,30 @@ def compiled(
     return Compiled(
         times.step_s, times.compute_s, times.exposed_comm_s, memory.peak_bytes, found["compile_s"]
     ), path  # fmt: skip
+
+
+@contextlib.contextmanager
+def _patience(path: pathlib.Path, key: str, seconds: float) -> Iterator[None]:
+    def give_up() -> None:
+        refused = f"not compiled within {seconds:.0f} s"
+        _write(path, {"key": key, "refused": refused, "compile_s": seconds, "patience_s": seconds})
+        os.execv(sys.executable, sys.orig_argv)
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _write(path: pathlib.Path, found: dict[str, Any]) -> None:
+    path.write_bytes(gzip.compress(json.dumps(found).encode()))
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
+    return json.loads(gzip.decompress(path.read_bytes())) if path.exists() else None
 
 
 def _compile(

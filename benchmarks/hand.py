@@ -41,6 +41,8 @@ class HandPlan:
       states: dims split of the optimizer state, if otherwise than the parameters.
       least: arrays with fewer elements than this are stored whole.
       experts: dims split over axes only where a weight with such a dim takes part.
+      outside: dims split only where no weight takes part, as heads in attention between split
+        sequences.
       windowed: whether XLA may turn products with split weights into loops of permutes; experts
         forbid it by a compiler option where the slower products cost more than the overlap gains.
     """
@@ -52,6 +54,7 @@ class HandPlan:
     states: Where | None = None
     least: int = 0
     experts: tuple[str, ...] = ("E",)
+    outside: tuple[str, ...] = ()
     windowed: bool = True
 
     @property
@@ -179,7 +182,7 @@ class HandJit:
             v is not None and v.shape and "B" not in self.names.of(v) for v in op.operands
         )
         for letter, axes in self.plan.compute:
-            if letter in self.plan.experts and not has_weight:
+            if letter in (self.plan.outside if has_weight else self.plan.experts):
                 continue
             for f, name in enumerate(letters):
                 splits = rule.kinds[f] in (FactorKind.PASS, FactorKind.REDUCE)

@@ -2,10 +2,12 @@
 
     python -m benchmarks.plan_quality                       all workloads: hours; resumes
     python -m benchmarks.plan_quality --only 'GPT 1B,DLRM'  some of them
-    python -m benchmarks.plan_quality --hand 4              the likeliest four hand plans alone
+    python -m benchmarks.plan_quality --hand 4 --ours 1     the likeliest four hand plans, and ours
+                                                            for the mesh that we would choose
 
 Each workload is planned for every mesh shape and compiled ahead of time; so are hand plans
-(`benchmarks.baselines`). Programs compiled before are read from `--cache`; finished rows stand in
+(`benchmarks.baselines`). A program that is not compiled within `--patience` seconds is left out,
+and the table says so. Programs compiled before are read from `--cache`; finished rows stand in
 `results/plan_quality.json`, the table in `results/plan_quality.md`.
 """
 
@@ -14,24 +16,26 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
 jax.config.update("jax_platforms", "cpu")
 
-from rich.console import Console  # noqa: E402 (after the platform is set)
+from jax.sharding import Mesh  # noqa: E402 (after the platform is set)
+from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard import aot  # noqa: E402
 from autoshard.sharding import MeshShape  # noqa: E402
-from autoshard.trace import trace  # noqa: E402
+from autoshard.trace import Program, trace  # noqa: E402
 from benchmarks.baselines import hand_plans  # noqa: E402
 from benchmarks.compiled import Compiled, compiled  # noqa: E402
 from benchmarks.hand import HandJit, HandPlan  # noqa: E402
 from benchmarks.quality_table import write_table  # noqa: E402
-from benchmarks.workloads import WORKLOADS, Workload  # noqa: E402
+from benchmarks.workloads import GIB, WORKLOADS, Workload  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 CACHE = pathlib.Path.home() / ".cache" / "autoshard" / "plan_quality"
@@ -53,7 +57,30 @@ class Row:
     file: str = ""
 
 
-def ours(workload: Workload, cache: pathlib.Path) -> Iterator[Row]:
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """Compiles for a workload: out of the cache, or within some seconds."""
+
+    workload: Workload
+    cache: pathlib.Path
+    patience_s: float
+
+    def __call__(
+        self, what: str, devices: Mesh, lower: Callable[[], Any], options: dict[str, str] | None
+    ) -> tuple[Compiled, str]:
+        w = self.workload
+        key = f"{w.model} {w.base} {w.sizes} {w.target} {what}"
+        found, path = compiled(
+            key, devices, chip_of(w), lower, self.cache, options, self.patience_s
+        )
+        limit, peak = w.memory_limit_bytes, found.peak_bytes
+        if limit is not None and peak is not None and peak > limit:
+            refused = f"takes {peak / GIB:.2f} of {limit / GIB:.2f} GiB"
+            found = Compiled(compile_s=found.compile_s, refused=refused)
+        return found, path.name
+
+
+def ours(workload: Workload, compiler: Compiler, count: int) -> Iterator[Row]:
     """Yields our plan on every mesh shape, the one we would choose first."""
     args = workload.arguments()
     plans = []
@@ -69,46 +96,46 @@ def ours(workload: Workload, cache: pathlib.Path) -> Iterator[Row]:
             donate_argnums=workload.donate_argnums,
         )
         plans.append((plan, devices, time.perf_counter() - start))
-    for plan, devices, plan_s in sorted(plans, key=lambda p: p[0].objective_s):
-        emitted = dataclasses.replace(plan, collectives=(), live_at_peak=(), known=())
-        key = f"{workload} {workload.sizes} {plan.mesh} {emitted.arguments}"
-        key += str(plan.constraints.operands) + str(plan.constraints.results)
-        found, path = compiled(
-            key + str(plan.constraints.scatters), devices, chip_of(workload),
-            lambda plan=plan, devices=devices: plan.jit(workload.step, devices).lower(*args), cache,
+    plans.sort(key=lambda p: p[0].objective_s)
+    for plan, devices, plan_s in plans[:count]:
+        emitted = plan.constraints
+        what = f"{plan.mesh} {plan.arguments} {emitted.operands} {emitted.results} "
+        found, file = compiler(
+            what + str(emitted.scatters), devices,
+            lambda plan=plan, devices=devices: plan.jit(workload.step, devices).lower(*args), None,
         )  # fmt: skip
         yield Row(
             workload.name, "ours", str(plan.mesh), True, found, plan.step_time_s, plan.peak_bytes,
-            plan_s, path.name,
+            plan_s, file,
         )  # fmt: skip
 
 
-def by_hand(workload: Workload, plan: HandPlan, program, cache: pathlib.Path) -> Row:
+def by_hand(workload: Workload, plan: HandPlan, program: Program, compiler: Compiler) -> Row:
     devices = aot.mesh(workload.target, MeshShape.parse(plan.mesh))
     jitted = HandJit(program, workload.model, plan, devices)
-    key = f"{workload} {workload.sizes} {plan!r} {jitted.constraints()!r}"
-    found, path = compiled(
-        key, devices, chip_of(workload), jitted.lower, cache, plan.compiler_options
-    )
-    return Row(workload.name, plan.name, plan.mesh, False, found, file=path.name)
+    what = f"{plan!r} {jitted.constraints()!r}"
+    found, file = compiler(what, devices, jitted.lower, plan.compiler_options)
+    return Row(workload.name, plan.name, plan.mesh, False, found, file=file)
 
 
 def chip_of(workload: Workload) -> str:
     return workload.target.partition(":")[0]
 
 
-def rows_of(workload: Workload, hand: int, cache: pathlib.Path) -> Iterator[Row]:
-    yield from ours(workload, cache)
+def rows_of(workload: Workload, compiler: Compiler, mine: int, hand: int) -> Iterator[Row]:
+    yield from ours(workload, compiler, mine)
     args = workload.arguments()
     program = trace(workload.step, args, donate_argnums=workload.donate_argnums)
     for plan in hand_plans(workload)[:hand]:
-        yield by_hand(workload, plan, program, cache)
+        yield by_hand(workload, plan, program, compiler)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="workloads, comma-separated")
+    parser.add_argument("--ours", type=int, default=3, help="plans of ours, a mesh each")
     parser.add_argument("--hand", type=int, default=100, help="hand plans a workload")
+    parser.add_argument("--patience", type=float, default=3600.0, help="seconds a compilation")
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
     args = parser.parse_args()
     args.cache.mkdir(parents=True, exist_ok=True)
@@ -120,11 +147,12 @@ def main() -> None:
     console = Console(soft_wrap=True)
     with Progress(console=console) as progress:
         task = progress.add_task(
-            "plans", total=sum(3 + len(hand_plans(w)[: args.hand]) for w in chosen)
+            "plans", total=sum(args.ours + len(hand_plans(w)[: args.hand]) for w in chosen)
         )
         for workload in chosen:
             rows = []
-            for row in rows_of(workload, args.hand, args.cache):
+            compiler = Compiler(workload, args.cache, args.patience)
+            for row in rows_of(workload, compiler, args.ours, args.hand):
                 rows.append(row)
                 progress.advance(task)
                 console.print(line(row))

@@ -74,7 +74,8 @@ def _rows(group: Rows) -> list[str]:
     for r in group:
         c = r["compiled"]
         if not c["step_s"]:
-            lines.append(f"| {r['plan']} | {r['mesh']} | does not fit | | | | | | |")
+            why = c["refused"] if len(c["refused"]) < 60 else "does not fit"
+            lines.append(f"| {r['plan']} | {r['mesh']} | {why} | | | | | {c['compile_s']:.0f} | |")
             continue
         predicted = f"{r['predicted_s'] * 1e3:.2f}" if r["predicted_s"] else ""
         planning = f"{r['plan_s']:.1f}" if r["plan_s"] else ""

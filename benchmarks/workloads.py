@@ -39,9 +39,16 @@ class Workload:
 
     @property
     def meshes(self) -> tuple[str, ...]:
-        """Three mesh shapes, from no second axis to a wide one."""
-        n = self.device_count
-        return (f"data={n}", f"data={n // 2},model=2", f"data={n // 4},model=4")
+        """Three mesh shapes, from no second axis to a wide one; one of them has an axis of slices
+        where there are any."""
+        n, slices = self.device_count, int(self.target.partition("*")[2] or 1)
+        wide = 4 if slices == 1 else n // slices
+        return (f"data={n}", f"data={n // 2},model=2", f"data={n // wide},model={wide}")
+
+    @property
+    def batch(self) -> int:
+        module = importlib.import_module(f"models.{self.model}")
+        return dataclasses.replace(module.SIZES[self.base], **self.sizes).batch
 
     @property
     def step(self) -> Callable:
