@@ -183,8 +183,7 @@ class Evaluation:
                 params, xs, order = leading(params, xs, onto[0]) or (params, xs, order)
             (out,) = _bind(eqn, xs, params)
             for d in onto:
-                axes, at = scatter.dims[d], order.index(d)
-                out = jax.lax.psum_scatter(out, axes, scatter_dimension=at, tiled=True)
+                out = _scattered(out, scatter.dims[d], order.index(d))
             out = jax.lax.psum(out, scatter.summed) if scatter.summed else out
             return jnp.transpose(out, [order.index(d) for d in range(len(order))])
 
@@ -292,6 +291,17 @@ _NESTED = {name: Evaluation.call for name in CALLS} | {
 def _bind(eqn: jex.JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(dict(params)))
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _scattered(x: Any, axes: Axes, dim: int) -> Any:
+    """Reduce-scatters onto a dim, dims of one left out meanwhile.
+
+    The TPU compiler may put those outermost, and makes an all-reduce onto any other dim.
+    """
+    narrow = [n for d, n in enumerate(x.shape) if n > 1 or d == dim]
+    at = sum(n > 1 for n in x.shape[:dim])
+    out = jax.lax.psum_scatter(x.reshape(narrow), axes, scatter_dimension=at, tiled=True)
+    return out.reshape(*x.shape[:dim], out.shape[at], *x.shape[dim + 1 :])
 
 
 # The operand whose shape the slice has; None: the parameters say it. Then come the starts.

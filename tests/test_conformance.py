@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import aot, collectives, inspect
+from autoshard.apply import Constraints, Scatter, constrained
 from autoshard.baselines import baselines
 from autoshard.hardware import preset
-from autoshard.sharding import MeshShape
+from autoshard.sharding import MeshShape, Sharding
 from autoshard.topology import topology
 from benchmarks import conformance, strategy_conformance
 from benchmarks.conformance_tables import spearman
@@ -51,6 +52,26 @@ def test_reduce_scatters_are_priced_as_what_they_become(target, mesh, axes):
     kinds = {c.kind for c in step.collectives if c.bytes > 2**20 and c.kind != "collective-permute"}
     expected = "reduce-scatter" if collectives.scatters(links, axes) else "all-reduce"
     assert kinds == {expected}
+
+
+def test_a_dim_of_one_does_not_turn_a_reduce_scatter_into_an_all_reduce():
+    """A decode step has one position: bsk,kd->bsd with s = 1, scattered onto b."""
+    mesh = MeshShape.parse("a=8")
+    devices = aot.mesh("v5e:2x4", mesh)
+    shapes = (256, 1, 1024), (1024, 512)
+    closed = jax.make_jaxpr(lambda x, w: jax.lax.dot_general(x, w, (((2,), (0,)), ((), ()))))(
+        *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    )
+    split = Sharding(((), (), ("a",))), Sharding((("a",), ()))
+    made = Sharding((("a",), (), ()))
+    scatter = Scatter(split, made, made.dims, ())
+    run = constrained(closed, Constraints({}, {}, {"0": scatter}), devices)
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(devices, s.to_spec()))
+        for shape, s in zip(shapes, split, strict=True)
+    ]
+    step = inspect.inspect(jax.jit(run).lower(*args).compile(), devices)
+    assert {c.kind for c in step.collectives} == {"reduce-scatter"}
 
 
 ENTRIES = ("dot", "loss, batch split", "scanned layers, data parallel", "optimizer, ZeRO-1")
