@@ -39,12 +39,11 @@ def compiled(
     key: str,
     mesh: Mesh,
     chip: str,
-    lower: Callable[[], Any],
+    make: Callable[[], dict[str, Any]],
     cache: pathlib.Path,
-    options: dict[str, str] | None = None,
     patience_s: float = math.inf,
 ) -> tuple[Compiled, pathlib.Path]:
-    """Lowers and compiles, or reads what an earlier run compiled for the same key.
+    """Compiles (`make`, see `text_of`), or reads what an earlier run compiled for the same key.
 
     A compilation cannot be stopped from within: when it takes longer than `patience_s`, that is
     noted in its place and the whole process starts anew, with the same arguments.
@@ -53,7 +52,7 @@ def compiled(
     found = _read(path)
     if found is None or found.get("patience_s", math.inf) < patience_s:
         with _patience(path, key, patience_s):
-            _write(path, _compile(key, mesh, lower, options))
+            _write(path, {"key": key, **make()})
         found = _read(path)
         assert found is not None
     if "refused" in found:
@@ -96,20 +95,20 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
     return json.loads(gzip.decompress(path.read_bytes())) if path.exists() else None
 
 
-def _compile(
-    key: str, mesh: Mesh, lower: Callable[[], Any], options: dict[str, str] | None
+def text_of(
+    mesh: Mesh, lower: Callable[[], Any], options: dict[str, str] | None = None
 ) -> dict[str, Any]:
+    """Returns what is kept of a program: its text and memory, or why it was refused."""
     start = time.perf_counter()
     try:
         made = lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        return {"key": key, "refused": str(e)[:400], "compile_s": time.perf_counter() - start}
+        return {"refused": str(e)[:400], "compile_s": time.perf_counter() - start}
     stats = made.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     return {
-        "key": key,
         "text": made.as_text(),
         "memory": {f"{n}_bytes": getattr(stats, f"{n}_size_in_bytes") for n in names},
         "positions": inspect.positions(made, mesh),

@@ -13,7 +13,9 @@ and the table says so. Programs compiled before are read from `--cache`; finishe
 
 import argparse
 import dataclasses
+import functools
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -29,12 +31,14 @@ from rich.progress import Progress  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard import aot  # noqa: E402
+from autoshard.hardware import preset  # noqa: E402
 from autoshard.sharding import MeshShape  # noqa: E402
 from autoshard.trace import Program, trace  # noqa: E402
+from benchmarks import autosharding  # noqa: E402
 from benchmarks.baselines import hand_plans  # noqa: E402
-from benchmarks.compiled import Compiled, compiled  # noqa: E402
+from benchmarks.compiled import Compiled, compiled, text_of  # noqa: E402
 from benchmarks.hand import HandJit, HandPlan  # noqa: E402
-from benchmarks.quality_table import write_table  # noqa: E402
+from benchmarks.quality_table import AUTOSHARDING, write_table  # noqa: E402
 from benchmarks.workloads import GIB, WORKLOADS, Workload  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
@@ -44,7 +48,8 @@ RESULTS = HERE / "results"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One plan of a workload, predicted (ours only) and compiled."""
+    """One plan of a workload, predicted (ours only) and compiled; not `ours`: by hand, or by
+    AUTOSHARDING."""
 
     workload: str
     plan: str
@@ -66,13 +71,16 @@ class Compiler:
     patience_s: float
 
     def __call__(
-        self, what: str, devices: Mesh, lower: Callable[[], Any], options: dict[str, str] | None
+        self,
+        what: str,
+        devices: Mesh,
+        make: Callable[[], dict[str, Any]],
+        patience_s: float | None = None,
     ) -> tuple[Compiled, str]:
         w = self.workload
         key = f"{w.model} {w.base} {w.sizes} {w.target} {what}"
-        found, path = compiled(
-            key, devices, chip_of(w), lower, self.cache, options, self.patience_s
-        )
+        patience_s = patience_s or self.patience_s
+        found, path = compiled(key, devices, chip_of(w), make, self.cache, patience_s)
         limit, peak = w.memory_limit_bytes, found.peak_bytes
         if limit is not None and peak is not None and peak > limit:
             refused = f"takes {peak / GIB:.2f} of {limit / GIB:.2f} GiB"
@@ -100,10 +108,9 @@ def ours(workload: Workload, compiler: Compiler, count: int) -> Iterator[Row]:
     for plan, devices, plan_s in plans[:count]:
         emitted = plan.constraints
         what = f"{plan.mesh} {plan.arguments} {emitted.operands} {emitted.results} "
-        found, file = compiler(
-            what + str(emitted.scatters), devices,
-            lambda plan=plan, devices=devices: plan.jit(workload.step, devices).lower(*args), None,
-        )  # fmt: skip
+        lower = functools.partial(_lowered, plan, workload, args, devices)
+        make = functools.partial(text_of, devices, lower)
+        found, file = compiler(what + str(emitted.scatters), devices, make)
         yield Row(
             workload.name, "ours", str(plan.mesh), True, found, plan.step_time_s, plan.peak_bytes,
             plan_s, file,
@@ -114,16 +121,40 @@ def by_hand(workload: Workload, plan: HandPlan, program: Program, compiler: Comp
     devices = aot.mesh(workload.target, MeshShape.parse(plan.mesh))
     jitted = HandJit(program, workload.model, plan, devices)
     what = f"{plan!r} {jitted.constraints()!r}"
-    found, file = compiler(what, devices, jitted.lower, plan.compiler_options)
+    make = functools.partial(text_of, devices, jitted.lower, plan.compiler_options)
+    found, file = compiler(what, devices, make)
     return Row(workload.name, plan.name, plan.mesh, False, found, file=file)
+
+
+def by_xla(workload: Workload, mesh: str, compiler: Compiler, python: str) -> Row:
+    """XLA's AutoSharding on a mesh, within all the memory that is there."""
+    devices = aot.mesh(workload.target, MeshShape.parse(mesh))
+    memory = workload.memory_limit_bytes or preset(chip_of(workload)).chip.usable_hbm_bytes
+    ids = [d.id for d in devices.devices.flat]
+    make = functools.partial(
+        autosharding.found_by, python, workload, mesh, ids, int(memory / GIB), compiler.patience_s
+    )
+    found, file = compiler(f"{AUTOSHARDING} {mesh} {int(memory / GIB)}", devices, make, math.inf)
+    return Row(workload.name, AUTOSHARDING, mesh, False, found, file=file)
+
+
+def _lowered(plan: autoshard.Plan, workload: Workload, args: tuple, devices: Mesh) -> Any:
+    return plan.jit(workload.step, devices).lower(*args)
 
 
 def chip_of(workload: Workload) -> str:
     return workload.target.partition(":")[0]
 
 
-def rows_of(workload: Workload, compiler: Compiler, mine: int, hand: int) -> Iterator[Row]:
-    yield from ours(workload, compiler, mine)
+def rows_of(
+    workload: Workload, compiler: Compiler, mine: int, hand: int, python: str = ""
+) -> Iterator[Row]:
+    best = ""
+    for row in ours(workload, compiler, mine):
+        best = best or row.mesh
+        yield row
+    if python:
+        yield by_xla(workload, best or workload.meshes[-1], compiler, python)
     args = workload.arguments()
     program = trace(workload.step, args, donate_argnums=workload.donate_argnums)
     for plan in hand_plans(workload)[:hand]:
@@ -136,6 +167,10 @@ def main() -> None:
     parser.add_argument("--ours", type=int, default=3, help="plans of ours, a mesh each")
     parser.add_argument("--hand", type=int, default=100, help="hand plans a workload")
     parser.add_argument("--patience", type=float, default=3600.0, help="seconds a compilation")
+    parser.add_argument(
+        "--autosharding", default="", metavar="PYTHON",
+        help="of an environment with jax 0.9.1: XLA's AutoSharding too, on the mesh that we choose",
+    )  # fmt: skip
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
     args = parser.parse_args()
     args.cache.mkdir(parents=True, exist_ok=True)
@@ -147,12 +182,16 @@ def main() -> None:
     console = Console(soft_wrap=True)
     with Progress(console=console) as progress:
         task = progress.add_task(
-            "plans", total=sum(args.ours + len(hand_plans(w)[: args.hand]) for w in chosen)
+            "plans",
+            total=sum(
+                args.ours + bool(args.autosharding) + len(hand_plans(w)[: args.hand])
+                for w in chosen
+            ),
         )
         for workload in chosen:
             rows = []
             compiler = Compiler(workload, args.cache, args.patience)
-            for row in rows_of(workload, compiler, args.ours, args.hand):
+            for row in rows_of(workload, compiler, args.ours, args.hand, args.autosharding):
                 rows.append(row)
                 progress.advance(task)
                 console.print(line(row))
