@@ -1,21 +1,25 @@
 """The plans that papers are named after come out of the solve, unasked, where they belong.
 
 No plan has a code path of its own. Each test names a workload and what its plan must look like:
-FSDP (Rajbhandari et al., "ZeRO", 2019, stage 3), hybrid sharding over slices, tensor parallelism
-with split sequences (Korthikanti et al., 2022), expert parallelism (Lepikhin et al., "GShard",
-2020), sequences split outside attention and heads inside (Jacobs et al., "DeepSpeed Ulysses",
-2023), split vocabularies, and embedding tables split where they are large.
+FSDP and a split optimizer state (Rajbhandari et al., "ZeRO", 2019, stages 3 and 1), hybrid
+sharding over slices, tensor parallelism with split sequences (Korthikanti et al., 2022), expert
+parallelism (Lepikhin et al., "GShard", 2020), sequences split outside attention and heads inside
+(Jacobs et al., "DeepSpeed Ulysses", 2023), split vocabularies, and embedding tables split where
+they are large.
 """
 
 import dataclasses
 import functools
 import importlib
+import math
 
 import pytest
+from jax.sharding import PartitionSpec
 
 import autoshard
 from autoshard import aot
 from autoshard.sharding import MeshShape
+from models import vit
 
 
 @functools.cache
@@ -100,6 +104,39 @@ def test_attention_weights_are_split_inside_a_slice_and_repeated_across():
     mesh = aot.mesh("v5e:2x4*2", MeshShape.parse("slice=2,data=8"))
     plan = plan_of("gpt", "1b", mesh, None, layers=2)
     assert {a for axes in axes_of(plan, "['wq']") for a in axes} == {"data"}
+
+
+def test_optimizer_state_is_split_where_weights_must_lie_whole():
+    """ZeRO-1: gradients are scattered, each device updates its part and gathers the weights."""
+    args = vit.example_arguments(dataclasses.replace(vit.SIZES["l16"], layers=2, batch=512))
+    whole = dataclasses.replace(args[0], params=PartitionSpec(), opt_state=None)
+    plan = autoshard.plan(
+        vit.train_step, *args, mesh="data=8", hardware="v5e", in_shardings=(whole, None),
+        donate_argnums=vit.donate_argnums,
+    )  # fmt: skip
+    for name in ("['mlp_in']['w']", "['mlp_out']['w']", "['wq']"):
+        param, *moments = [a.sharding for a in plan.arguments if a.name.endswith(name)]
+        assert param.is_replicated and len(moments) == 2
+        assert all(m.axes == ("data",) for m in moments), name
+    assert moved(plan, "reduce-scatter", "(project)") and not moved(plan, "all-gather")
+
+
+def test_state_is_split_and_gathered_once_where_a_step_has_room_for_it():
+    """What data parallel sends, with split moments: the other way to write ZeRO-1."""
+    tables = (4_000_000, 400_000, 1000)
+    plan = plan_of("dlrm", "criteo", "data=8", "v5e", tables=tables, width=64, batch=32_768)
+    name = "['top']['layers'][1]['w']"
+    assert {a for axes in axes_of(plan, name) for a in axes} == {"data"}
+    size = next(a for a in plan.arguments if a.name.endswith(name)).shape
+    sent = [c.kind for c in plan.collectives if c.bytes == 4 * math.prod(size)]
+    assert sorted(sent) == ["all-gather", "reduce-scatter"]
+
+
+def test_large_tables_are_split_by_row_where_there_are_more_devices_than_columns():
+    tables = (4_000_000, 400_000, 1000)
+    plan = plan_of("dlrm", "criteo", "data=128", "v5e", tables=tables, width=64, batch=32_768)
+    split = [axes_of(plan, f"['tables'][{i}]") for i in range(3)]
+    assert split == [(("data",), ()), (("data",), ()), ((), ())]
 
 
 def test_large_tables_are_split_and_small_ones_are_not():
