@@ -7,7 +7,8 @@ limit, they become usages and the problem is solved again.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from autoshard.vmem import held_bytes
 TIES = 1e-6  # of the objective, for the second one
 GAP = 1e-4  # between cost and bound, as integer programs are commonly solved to
 AGAIN_GAP = 1e-3  # of the solves after the first, whose bounds prove nothing
+ROUGH_GAP = 5e-3  # of the first one where it is folded: it shows what is copied
 LOWER = 0.8  # of the least peak found, what the search for less asks for
 COUNTS = 6  # solves, each with the copies of those before counted in
 TRIES = 4  # solves with a lower limit
@@ -94,12 +96,14 @@ class _Model:
         time_limit_s: float,
         cutoff_s: float = np.inf,
         copied: Sequence[Usage] = (),
-        prove: bool = False,
+        gap: float = AGAIN_GAP,
+        ruled_out: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> Solution:
         """Solves for seconds, then for the second objective, in one solve.
 
         The ties weigh TIES of a known objective in all, so they cost the plan at most that much;
-        the bound is lowered by it, so that it stays one of the first objective.
+        the bound is lowered by it, so that it stays one of the first objective. `ruled_out`: by
+        node, strategies not to look at.
         """
         problem = self.problem
         if self.fold is not None:
@@ -110,16 +114,18 @@ class _Model:
         if self.fold is not None:
             copied = self.fold.usages(copied)
         tied = dataclasses.replace(
-            self._tied(weight_s), usage_limit_bytes=limit, usages=(*problem.usages, *copied)
+            self._tied(weight_s, ruled_out),
+            usage_limit_bytes=limit,
+            usages=(*problem.usages, *copied),
         )
         fitting = [h for h in hints if limit is None or problem.peak_bytes(h) <= limit]
         solution = solve(
             tied,
             time_limit_s=time_limit_s,
             hints=fitting,
-            gap=GAP if prove else AGAIN_GAP,
+            gap=gap,
             cutoff_s=cutoff_s,
-            prove=prove,
+            prove=gap <= GAP,
         )
         if not solution.choices:
             return solution
@@ -133,15 +139,21 @@ class _Model:
         problem = self.choices.problem
         return dataclasses.replace(problem, usages=problem.usages + usages).peak_bytes(choices)
 
-    def _tied(self, weight_s: float) -> ShardingProblem:
+    def _tied(self, weight_s: float, ruled_out: Mapping[int, Sequence[int]]) -> ShardingProblem:
         """Returns the problem with the second objective, steps and then sharded axes, added.
 
         Ties between equally fast plans go to fewer collectives, then to simpler specs; at a small
         enough weight nothing else changes.
         """
-        nodes = (
-            dataclasses.replace(node, costs_s=node.costs_s + weight_s * ties)
+        costs = [
+            node.costs_s + weight_s * ties
             for node, ties in zip(self.problem.nodes, self.node_ties, strict=True)
+        ]
+        for i, positions in ruled_out.items():
+            costs[i][positions] = np.inf
+        nodes = (
+            dataclasses.replace(node, costs_s=total)
+            for node, total in zip(self.problem.nodes, costs, strict=True)
         )
         edges = (
             dataclasses.replace(edge, costs_s=edge.costs_s + weight_s * ties)
@@ -181,7 +193,8 @@ def _tightened(
     fit with those, the rows' limit goes down instead.
     """
     most = None if limit is None else limit + held_bytes(model.choices.topology.chip)
-    solution = model.solve(most, hints, time_limit_s, cutoff_s, prove=True)
+    rough, ruled_out = limit is not None and model.fold is not None, {}
+    solution = model.solve(most, hints, time_limit_s, cutoff_s, gap=ROUGH_GAP if rough else GAP)
     bound_s = solution.bound_s if solution.choices else 0.0
     if not solution.choices:
         return solution, bound_s
@@ -189,7 +202,16 @@ def _tightened(
     counted: dict[tuple[int, int], Usage] = {}
     for attempt in range(COUNTS):
         size = cost.peak(model.choices, solution.choices)[0]
+        if rough:
+            ruled_out = solution.stats["ruled_out"]
         if limit is None or most is None or size <= limit or bound_s > cutoff_s:
+            if rough and bound_s <= cutoff_s:
+                rough, hints = False, [solution.choices, *hints]
+                solution = first = model.solve(
+                    most, hints, time_limit_s, cutoff_s, gap=GAP, ruled_out=ruled_out
+                )
+                status = solution.status
+                continue
             found = dataclasses.replace(solution, peak_bytes=size, status=status, bound_s=bound_s)
             return found, bound_s
         if attempt == COUNTS - 1:
@@ -197,8 +219,10 @@ def _tightened(
         counted |= copy_usages(model.choices, solution.choices)
         usages = tuple(counted.values())
         held = model.peak_bytes(solution.choices, usages) - size  # in vector memory
-        solution = model.solve(min(limit + held, most), hints, time_limit_s, copied=usages)
-        status = Status.FEASIBLE
+        solution = model.solve(
+            min(limit + held, most), hints, time_limit_s, copied=usages, ruled_out=ruled_out
+        )
+        status, rough = Status.FEASIBLE, False
         if not solution.choices:
             break
     return _lowered(model, first, hints, limit or 0.0, time_limit_s, bound_s), bound_s

@@ -349,20 +349,23 @@ class Core:
         better = ~np.eye(count, dtype=bool)
         for size in self.usages[i].values():
             better &= size <= size[:, None]
-        for sampled in (True, False):
-            p, q = np.nonzero(better)
-            excess = costs[q] - costs[p]
-            for edge in self.edges[i].values():
-                if sampled:
-                    edge = edge[:, :: max(1, edge.shape[1] // 4)]
-                if len(p) * edge.shape[1] > MAX_TABLE * 4:
-                    return np.ones(count, bool)
-                high = np.where(np.isfinite(edge), edge, BIG)
-                low = np.where(np.isfinite(edge), edge, 3 * BIG)
-                excess = excess + (high[q] - low[p]).max(axis=1, initial=-math.inf)
-            better[p, q] = excess <= 0
-            if not better.any():
-                return np.ones(count, bool)
+        edges = [
+            (np.where(finite, edge, BIG), np.where(finite, edge, 3 * BIG))
+            for edge in self.edges[i].values()
+            for finite in (np.isfinite(edge),)
+        ]
+        excess = costs - costs[:, None]
+        for high, low in edges:  # a few columns rule out most pairs
+            columns = range(0, high.shape[1], max(1, high.shape[1] // 4))
+            excess += np.max([high[:, c] - low[:, c, None] for c in columns], axis=0)
+        better &= excess <= 0
+        p, q = np.nonzero(better)
+        if len(p) * max((high.shape[1] for high, _ in edges), default=0) > MAX_TABLE * 4:
+            return np.ones(count, bool)
+        total = costs[q] - costs[p]
+        for high, low in edges:
+            total += (high[q] - low[p]).max(axis=1, initial=-math.inf)
+        better[p, q] = total <= 0
         keep = np.ones(count, bool)
         for p in range(count - 1, -1, -1):
             keep[p] = not np.any(better[p] & keep)

@@ -102,6 +102,7 @@ class _Run:
         self.prove = True
         self.bound = _trivial_bound(problem)
         self._decoded = 0
+        self.ruled_out: dict[int, list[int]] = {}  # strategies of each node, by the bound
         self.exhausted = False  # nothing that is cheaper than the best is left
         self.rng = np.random.default_rng(0)
         self.core: Core
@@ -370,6 +371,7 @@ class _Run:
         self._old_rows, self._old_kept = self.core.row_names, list(self.core.kept)
         for i, out in zip(names, self.flat.split(hopeless), strict=True):
             if out.any():
+                self.ruled_out.setdefault(i, []).extend(self.core.kept[i][out].tolist())
                 self.core.restrict(i, ~out)
         removed = self.core.removed
         removed["pruned"] = removed.get("pruned", 0) + int(np.count_nonzero(hopeless))
@@ -468,6 +470,7 @@ class _Run:
 
     def solution(self) -> Solution:
         self.stats["time_limit_struck"] = self.clock.struck
+        self.stats["ruled_out"] = self.ruled_out
         if self.best is not None:
             bound = self.objective if self.exhausted else min(self.bound, self.objective)
             status = Status.OPTIMAL if self._proven() else Status.FEASIBLE
