@@ -291,7 +291,31 @@ class _Pricing:
                 if differ:
                     found.append(Edge(a, i, costs))
                     ties.append(steps)
+        for edge in self._totals():
+            found.append(edge)
+            ties.append(np.zeros(edge.costs_s.shape))
         return found, ties
+
+    def _totals(self) -> Iterator[Edge]:
+        """Yields what it costs more to combine partial sums in every trip of a loop.
+
+        XLA combines the total after the loop, unless the loop slices each sum into the sharding of
+        the total.
+        """
+        for i, op in enumerate(self.ops):
+            carry = self.live.summed.get(id(op))
+            if carry is None:
+                continue
+            total = carry.results[0]
+            c, _ = self.producer[id(total)]
+            once, each = self.live.reduction_trips(op), op.trips
+            kept = np.array([not s.scattered for s in self.strategies[i]])
+            more_s = kept * self._collective_s(i) * (each / once - 1)
+            if total.shape != op.results[0].shape or not more_s.any():
+                continue
+            own = self.indices(i, "results", 0, op.results[0])
+            differ = own[:, None] != self.indices(c, "results", 0, total)[None, :]
+            yield Edge(i, c, more_s[:, None] * differ)
 
     def _copy_s(self, i: int, k: int, value: Value) -> np.ndarray:
         """Returns [S] the seconds to copy a donated argument that a collective writes anew.
@@ -400,9 +424,18 @@ def _reduction(kind: collectives.Kind, axes, size: float, topology: Topology) ->
     return float(collectives.seconds(kind, topology, axes, size))
 
 
-def reduction_trips(op: Op, strategy: Strategy, live: Liveness) -> int:
-    """Returns how often a strategy's partial sums are combined in a step."""
-    return op.trips if strategy.scattered else live.reduction_trips(op)
+def reduction_trips(
+    op: Op, strategy: Strategy, live: Liveness, total: Sharding | None = None
+) -> int:
+    """Returns how often a strategy's partial sums are combined in a step; `total`: the sharding of
+    the carry that they are added to."""
+    if strategy.scattered:
+        return op.trips
+    carry = live.summed.get(id(op))
+    alike = carry is None or carry.results[0].shape == op.results[0].shape
+    if total is not None and alike and total != strategy.results[0]:
+        return op.trips
+    return live.reduction_trips(op)
 
 
 def reductions(op: Op, strategy: Strategy, topology: Topology):

@@ -108,7 +108,9 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
                     )
                 )  # fmt: skip
         strategy = choices.strategies[i][solution[i]]
-        trips = reduction_trips(op, strategy, choices.live)
+        carry = choices.live.summed.get(id(op))
+        total = carry and choices.sharding_of(carry.results[0], solution)
+        trips = reduction_trips(op, strategy, choices.live, total)
         for kind, axes, size, seconds in reductions(op, strategy, choices.topology):
             found.append(
                 PlannedCollective(

@@ -50,14 +50,16 @@ class Liveness:
     ends: dict[int, int]  # id of value -> when its last reader is done
     spans: dict[int, tuple[int, int]]  # id of operation -> first and last time of its loop
     end: int  # number of times
-    summed: dict[int, int]  # id of operation -> trips of the sum of its partial results
+    summed: dict[int, Op]  # id of operation -> the carry that a loop adds its results to
 
     def reduction_trips(self, op: Op) -> int:
-        """Returns how often the partial sums of an operation are combined in a step.
+        """Returns how often the partial sums of an operation are combined in a step, at the least.
 
-        Once for a whole loop that only adds them up: XLA combines the total.
+        Once for a whole loop that only adds them up: XLA combines the total, as long as it is
+        sharded like what is added.
         """
-        return self.summed.get(id(op), op.trips)
+        carry = self.summed.get(id(op))
+        return op.trips if carry is None else carry.operand_trips[0]
 
 
 def liveness(graph: Graph) -> Liveness:
@@ -151,7 +153,7 @@ class _Lives:
             fused = []  # its kernel runs once, whoever writes the result
         return max([now, *(self.last_use(v) for v in fused)])
 
-    def summed(self) -> dict[int, int]:
+    def summed(self) -> dict[int, Op]:
         """Returns the operations whose results a loop does nothing with but add to a carry."""
         carries = {id(op.results[0]): op for op in self.ops if op.kind is Kind.CARRY}
         found = {}
@@ -160,7 +162,7 @@ class _Lives:
                 continue
             carry = self._total(op.results[0], carries)
             if carry is not None:
-                found[id(op)] = carry.operand_trips[0]
+                found[id(op)] = carry
         return found
 
     def _total(self, value: Value, carries: dict[int, Op]) -> Op | None:
