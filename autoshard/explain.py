@@ -9,6 +9,10 @@ if TYPE_CHECKING:
 
 COLLECTIVES_SHOWN = 12
 VALUES_SHOWN = 8
+STRUCK = (
+    "  the time limit cut the search short: a longer one may find a better plan, and another run\
+ another plan"
+)
 
 
 def headline(plan: "Plan") -> str:
@@ -28,6 +32,7 @@ def text(plan: "Plan") -> str:
         headline(plan),
         f"  objective {seconds_text(plan.objective_s)}, "
         f"proven bound {seconds_text(plan.bound_s)}, gap {gap:.2%}",
+        *([STRUCK] if plan.time_limit_struck else []),
         "",
         "arguments",
         *_arrays(plan.arguments),

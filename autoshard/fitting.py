@@ -54,15 +54,17 @@ def fitted(
     )
     hints = [b.choices for b in fitting]
     solution = Solution((), np.inf, 0.0, Status.UNKNOWN, np.nan)
-    bound_s = 0.0
+    bound_s, struck = 0.0, False
     for model in _models(choices):
         solution, bound_s = _tightened(model, hints, limit, time_limit_s, cutoff_s)
+        struck = struck or model.struck
         if solution.choices:
             break
     if fitting and (not solution.choices or fitting[0].objective_s < solution.objective_s):
-        return _taken(choices, fitting[0].choices, bound_s)
+        solution = _taken(choices, fitting[0].choices, bound_s)
     if solution.choices or not choices.problem.nodes:
-        return solution
+        stats = {**solution.stats, "time_limit_struck": struck}
+        return dataclasses.replace(solution, stats=stats)
     if solution.status is Status.UNKNOWN:
         raise NoSolutionError(
             f"no feasible plan for {choices.problem.name} found in the time limit; the proven "
@@ -76,6 +78,7 @@ class _Model:
 
     def __init__(self, choices: Choices, fold: Fold | None):
         self.choices, self.fold = choices, fold
+        self.struck = False  # the time limit, in any solve
         self.problem = choices.problem if fold is None else fold.problem(choices.problem)
         if fold is None:
             self.node_ties: Sequence[np.ndarray] = choices.node_ties
@@ -127,6 +130,7 @@ class _Model:
             cutoff_s=cutoff_s,
             prove=gap <= GAP,
         )
+        self.struck = self.struck or bool(solution.stats.get("time_limit_struck"))
         if not solution.choices:
             return solution
         objective_s = problem.objective_s(solution.choices)

@@ -77,6 +77,7 @@ class Plan:
     compiled: tuple[tuple[str, float, float], ...] = ()
     """Plans that were compiled to refine this one: mesh, step predicted and compiled, inf where the
     compiler refuses."""
+    time_limit_struck: bool = False  # the wall clock cut the search: another run may differ
     stages: tuple[tuple[str, float], ...] = dataclasses.field(default=(), compare=False)
     trees: tuple[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
     devices: Mesh | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -250,6 +251,7 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
         | {"again": sorted([path, k] for path, k in c.again)},
         "collectives": [dataclasses.asdict(c) for c in plan.collectives],
         "status": plan.status.name,
+        "time_limit_struck": plan.time_limit_struck,
     }
 
 
@@ -318,4 +320,5 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         known=tuple((str(n), float(s), float(b)) for n, s, b in data["known"]),
         tried=tuple((str(n), str(why)) for n, why in data.get("tried", ())),
         compiled=tuple((str(n), float(a), float(b)) for n, a, b in data.get("compiled", ())),
+        time_limit_struck=bool(data.get("time_limit_struck", False)),
     )

@@ -241,6 +241,7 @@ def assemble(
         peak_bytes=solution.peak_bytes,
         memory_limit_bytes=target.memory_limit_bytes,
         known=tuple((b.name, b.objective_s, b.peak_bytes) for b in priced.known),
+        time_limit_struck=bool(solution.stats.get("time_limit_struck", False)),
         stages=tuple(stages.times.items()),
         trees=(program.in_tree, program.out_tree),
         devices=target.devices,

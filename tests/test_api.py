@@ -252,6 +252,15 @@ def test_control_flow_on_traced_values_is_jax_s_own_error():
         autoshard.jit(lambda x: x if x[0] > 0 else -x, mesh=mesh_4x2())(jnp.ones(4))
 
 
+@pytest.mark.parametrize(("seconds", "struck"), [(1e-6, True), (60.0, False)])
+def test_a_plan_says_whether_the_time_limit_struck(seconds, struck, tmp_path):
+    found = autoshard.plan(step, *arguments(), mesh=mesh_4x2(), time_limit_s=seconds)
+    assert found.time_limit_struck is struck
+    assert ("the time limit cut the search short" in found.explain()) is struck
+    found.save(tmp_path / "plan.json")
+    assert autoshard.load(tmp_path / "plan.json").time_limit_struck is struck
+
+
 def test_plans_save_and_load(tmp_path):
     plan = autoshard.plan(step, *arguments(), mesh=mesh_4x2(), memory_limit_bytes=60_000)
     plan.save(tmp_path / "plan.json")
