@@ -10,7 +10,7 @@ from autoshard import collectives, roofline
 from autoshard.coarsen import Fold, folded
 from autoshard.fusion import is_matmul
 from autoshard.graph import Graph, Kind, Op, Value
-from autoshard.liveness import Liveness, LiveRange, liveness
+from autoshard.liveness import Liveness, LiveRange, Total, liveness
 from autoshard.moves import copied, narrowed
 from autoshard.problem import Edge, Node, ShardingProblem, Usage
 from autoshard.reads import Reads
@@ -303,19 +303,19 @@ class _Pricing:
         the total.
         """
         for i, op in enumerate(self.ops):
-            carry = self.live.summed.get(id(op))
-            if carry is None:
+            total = self.live.summed.get(id(op))
+            if total is None:
                 continue
-            total = carry.results[0]
-            c, _ = self.producer[id(total)]
+            c, _ = self.producer[id(total.carry.results[0])]
             once, each = self.live.reduction_trips(op), op.trips
             kept = np.array([not s.scattered for s in self.strategies[i]])
             more_s = kept * self._collective_s(i) * (each / once - 1)
-            if total.shape != op.results[0].shape or not more_s.any():
-                continue
-            own = self.indices(i, "results", 0, op.results[0])
-            differ = own[:, None] != self.indices(c, "results", 0, total)[None, :]
-            yield Edge(i, c, more_s[:, None] * differ)
+            unlike = [
+                [differ(total, s.results[0], t.results[0]) for t in self.strategies[c]]
+                for s in self.strategies[i]
+            ]
+            if more_s.any() and np.any(unlike):
+                yield Edge(i, c, more_s[:, None] * unlike)
 
     def _copy_s(self, i: int, k: int, value: Value) -> np.ndarray:
         """Returns [S] the seconds to copy a donated argument that a collective writes anew.
@@ -424,6 +424,11 @@ def _reduction(kind: collectives.Kind, axes, size: float, topology: Topology) ->
     return float(collectives.seconds(kind, topology, axes, size))
 
 
+def differ(summed: Total, result: Sharding, total: Sharding) -> bool:
+    """Whether a total is known to be sharded otherwise than what is added to it."""
+    return summed.dims is not None and tuple(result.dims[d] for d in summed.dims) != total.dims
+
+
 def reduction_trips(
     op: Op, strategy: Strategy, live: Liveness, total: Sharding | None = None
 ) -> int:
@@ -431,9 +436,8 @@ def reduction_trips(
     the carry that they are added to."""
     if strategy.scattered:
         return op.trips
-    carry = live.summed.get(id(op))
-    alike = carry is None or carry.results[0].shape == op.results[0].shape
-    if total is not None and alike and total != strategy.results[0]:
+    summed = live.summed.get(id(op))
+    if summed is not None and total is not None and differ(summed, strategy.results[0], total):
         return op.trips
     return live.reduction_trips(op)
 

@@ -108,8 +108,8 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
                     )
                 )  # fmt: skip
         strategy = choices.strategies[i][solution[i]]
-        carry = choices.live.summed.get(id(op))
-        total = carry and choices.sharding_of(carry.results[0], solution)
+        summed = choices.live.summed.get(id(op))
+        total = summed and choices.sharding_of(summed.carry.results[0], solution)
         trips = reduction_trips(op, strategy, choices.live, total)
         for kind, axes, size, seconds in reductions(op, strategy, choices.topology):
             found.append(

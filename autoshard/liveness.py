@@ -41,6 +41,17 @@ class LiveRange:
 
 
 @dataclasses.dataclass(frozen=True)
+class Total:
+    """What a loop adds an operation's results up to.
+
+    `dims`: dim d of the total is dim `dims[d]` of a result; None: the result is reshaped between.
+    """
+
+    carry: Op
+    dims: tuple[int, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Liveness:
     """Live ranges of the values that have buffers."""
 
@@ -50,7 +61,7 @@ class Liveness:
     ends: dict[int, int]  # id of value -> when its last reader is done
     spans: dict[int, tuple[int, int]]  # id of operation -> first and last time of its loop
     end: int  # number of times
-    summed: dict[int, Op]  # id of operation -> the carry that a loop adds its results to
+    summed: dict[int, Total]  # id of operation -> what a loop adds its results up to
 
     def reduction_trips(self, op: Op) -> int:
         """Returns how often the partial sums of an operation are combined in a step, at the least.
@@ -58,8 +69,8 @@ class Liveness:
         Once for a whole loop that only adds them up: XLA combines the total, as long as it is
         sharded like what is added.
         """
-        carry = self.summed.get(id(op))
-        return op.trips if carry is None else carry.operand_trips[0]
+        total = self.summed.get(id(op))
+        return op.trips if total is None else total.carry.operand_trips[0]
 
 
 def liveness(graph: Graph) -> Liveness:
@@ -153,20 +164,21 @@ class _Lives:
             fused = []  # its kernel runs once, whoever writes the result
         return max([now, *(self.last_use(v) for v in fused)])
 
-    def summed(self) -> dict[int, Op]:
+    def summed(self) -> dict[int, Total]:
         """Returns the operations whose results a loop does nothing with but add to a carry."""
         carries = {id(op.results[0]): op for op in self.ops if op.kind is Kind.CARRY}
         found = {}
         for op in self.ops:
             if op.primitive not in MATMULS | REDUCTIONS or len(op.results) != 1:
                 continue
-            carry = self._total(op.results[0], carries)
-            if carry is not None:
-                found[id(op)] = carry
+            total = self._total(op.results[0], carries)
+            if total is not None:
+                found[id(op)] = total
         return found
 
-    def _total(self, value: Value, carries: dict[int, Op]) -> Op | None:
-        """Returns the carry that a value is added to, if that is all that happens to it."""
+    def _total(self, value: Value, carries: dict[int, Op]) -> Total | None:
+        """Returns what a value is added up to, if that is all that happens to it."""
+        dims: tuple[int, ...] | None = tuple(range(len(value.shape)))
         for _ in range(8):
             readers = self.readers.get(id(value), [])
             if len(readers) != 1 or readers[0][0].kind is not Kind.LEAF:
@@ -176,9 +188,13 @@ class _Lives:
                 carry = carries.get(id(reader.operands[1 - k]))
                 ends = self.readers.get(id(reader.results[0]), [])
                 only = len(ends) == 1 and ends[0] == (carry, 1)
-                return carry if only else None
+                return Total(carry, dims) if carry is not None and only else None
             if reader.primitive not in RECASTS:
                 return None
+            if reader.primitive == "transpose":
+                dims = dims and tuple(dims[d] for d in reader.eqn.params["permutation"])
+            elif reader.primitive not in ("convert_element_type", "copy"):
+                dims = None
             value = reader.results[0]
         return None
 

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard import cost
 from autoshard.graph import Kind
 from autoshard.liveness import Liveness, liveness
+from autoshard.sharding import Sharding
 from autoshard.trace import trace
 
 
@@ -77,3 +79,22 @@ def test_a_scanned_weight_is_narrowed_before_the_loop():
     (copy,) = [r for r in found.ranges if r.operand is not None]
     assert copy.value.shape == (4, 8, 8) and copy.value.dtype == "bfloat16"
     assert (copy.start, copy.end) == found.spans[id(copy.op)]
+
+
+def test_what_a_loop_adds_up_keeps_track_of_its_dims():
+    """A total sharded like the sum, transposed as it is, is no reason to combine in every trip."""
+
+    def fn(xs, gs):
+        def step(total, now):
+            x, g = now
+            return total + jnp.einsum("bd,bhf->dhf", x, g).transpose(1, 2, 0), None
+
+        return lax.scan(step, jnp.zeros((4, 16, 8)), (xs, gs))[0]
+
+    graph = trace(fn, (array(6, 32, 8), array(6, 32, 4, 16))).graph
+    dot = next(op for op in graph.leaves() if op.primitive == "dot_general")
+    total = liveness(graph).summed[id(dot)]
+    assert tuple(dot.results[0].shape[d] for d in total.dims or ()) == (4, 16, 8)
+    result = Sharding(tuple(("x",) if n == 16 else () for n in dot.results[0].shape))
+    assert not cost.differ(total, result, Sharding(((), ("x",), ())))
+    assert cost.differ(total, result, Sharding((("x",), (), ())))
