@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from autoshard import collectives
 from autoshard.apply import Constraints, Scatter
-from autoshard.cost import Choices, reduction_trips, reductions
+from autoshard.cost import Choices
 from autoshard.graph import Kind, Op
+from autoshard.reductions import reduction_trips, reductions
 from autoshard.resharding import Step
 from autoshard.sharding import Axes, Sharding
 from autoshard.strategies import Strategy

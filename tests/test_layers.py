@@ -19,10 +19,10 @@ collectives
 fusion reads
 resharding roofline liveness moves
 compose shardy primitives rules
-strategies trace vmem
+coarsen reductions strategies trace vmem
 cost
 copies
-baselines answer bound coarsen dual kernel lifted peak prices reduce search solve
+baselines answer bound dual kernel lifted peak prices reduce search solve
 apply emit explicit explain plan
 fitting meshes pins stages
 pareto jitted planning
