@@ -27,6 +27,7 @@ _ACROSS_SLICES = {
     "COLLECTIVE_PERMUTE": "collective-permute",
     "ONE_TO_ONE": "collective-permute",
 }
+_UNKNOWN = 2**63 - 1  # what the compiler says of cycles where its estimate overflows
 _DONE = {f"{k}-done" for k in _OPCODES} | {"recv-done", "async-done", "copy-done", "slice-done"}
 
 
@@ -60,6 +61,7 @@ class Transfer:
 class Compute:
     cycles: int
     source: str | None = None  # file and line that it comes from
+    hbm_bytes: float = 0.0  # instead of cycles, where the compiler has no estimate: what it writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +268,12 @@ class _Reader:
             if phase in (None, "AsyncCollectiveStart"):
                 index = self._add(kind, instruction, inner, trips, phase is not None, wrappers)
                 yield Start(index, _chain(instruction)) if phase else Blocking(index)
-        if cycles:
+        if cycles == _UNKNOWN:
+            source = self.module.source(i)
+            where = f"%{i.name} ({source or 'source unknown'})"
+            self.notes.append(f"{where}: no estimate of cycles, it lasts as long as its writes")
+            yield Compute(0, source, sum(a.bytes for a in i.arrays))
+        elif cycles:
             yield Compute(cycles, self.module.source(i))
         for _, instruction, _, phase, _ in found:
             if phase == "AsyncCollectiveDone":
@@ -324,8 +331,10 @@ class _Core:
         for node in nodes:
             match node:
                 case Compute(cycles):
-                    self.compute_s += cycles / self.clock.cycles_per_s
-                    self.now_s += cycles / self.clock.cycles_per_s
+                    seconds = cycles / self.clock.cycles_per_s
+                    seconds += node.hbm_bytes / self.clock.hbm_bytes_per_s
+                    self.compute_s += seconds
+                    self.now_s += seconds
                 case Blocking(transfer):
                     self._wait(transfer, self._begin(transfer))
                 case Start(transfer, key):

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from autoshard import hlo
 from autoshard.schedule import (
     Blocking,
     Branches,
@@ -15,6 +16,7 @@ from autoshard.schedule import (
     Schedule,
     Start,
     Transfer,
+    read,
     simulate,
 )
 
@@ -89,3 +91,20 @@ def test_a_loop_is_its_body_unrolled():
         looped = run([Loop(2, (Loop(trips, tuple(body)),))], seconds, links)
         unrolled = run(body * trips * 2, seconds, links)
         assert looped == unrolled
+
+
+def test_an_estimate_that_overflowed_is_taken_as_the_bytes_written():
+    """The TPU compiler says 2^63 - 1 cycles of the maxima of f32[4,8,4,4096,4096] scores."""
+    module = hlo.parse(
+        "HloModule m, is_scheduled=true\n\n"
+        "ENTRY %main (p: f32[4,1024]) -> f32[4,1024] {\n"
+        "  %p = f32[4,1024]{1,0} parameter(0)\n"
+        '  %a = f32[4,1024]{1,0} negate(%p), backend_config={"estimated_cycles":"7"}\n'
+        "  ROOT %b = f32[4,1024]{1,0} negate(%a), "
+        f'backend_config={{"estimated_cycles":"{2**63 - 1}"}}\n'
+        "}\n"
+    )
+    schedule = read(module)
+    assert simulate(schedule, CLOCK, [].__getitem__, [].__getitem__).step_s == 7 + 4 * 4 * 1024
+    (note,) = schedule.notes
+    assert "%b" in note and "no estimate" in note
