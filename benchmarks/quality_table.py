@@ -88,10 +88,11 @@ def _rows(group: Rows) -> list[str]:
             continue
         predicted = f"{r['predicted_s'] * 1e3:.2f}" if r["predicted_s"] else ""
         planning = f"{r['plan_s']:.1f}" if r["plan_s"] else ""
+        ratio = "" if math.isnan(best) else f"{c['step_s'] / best:.3f}"
         lines.append(
             f"| {r['plan']} | {r['mesh']} | {c['step_s'] * 1e3:.2f} | {predicted} | "
             f"{c['exposed_s'] * 1e3:.2f} | {c['peak_bytes'] / 2**30:.2f} | {planning} | "
-            f"{c['compile_s']:.0f} | {c['step_s'] / best:.3f} |"
+            f"{c['compile_s']:.0f} | {ratio} |"
         )
     return lines
 
