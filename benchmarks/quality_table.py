@@ -46,31 +46,63 @@ def table(rows: Rows) -> str:
     groups = {n: [r for r in rows if r["workload"] == n] for n in names}
     found = {n: x for n, g in groups.items() if (x := ratios(g))}
     chosen, refined = (mean([x[k] for x in found.values()]) for k in (0, 1))
+    xla = {n: x for n, g in groups.items() if (x := over_xla(g))}
     lines = [
         "# Our plans beside hand plans, as the TPU compiler sees them",
         "",
         "The step is estimated from the compiled schedule: the compiler's cycles, and collectives",
         "priced by bytes and links. Chosen is the plan for the mesh that we predict to be best,",
-        "refined the fastest of ours for three meshes once compiled, as `plan(refine=)` finds it.",
+        "refined the fastest of ours once compiled (of as many meshes as are listed below), as",
+        "`plan(refine=)` finds it.",
         "",
         "Seconds of planning and compiling are those of two cores that others shared.",
         "",
         f"Ours over the best hand plan, geometric mean over {len(found)} workloads: "
         f"{chosen:.3f} chosen, {refined:.3f} refined.",
-        "",
-        "| workload | hand plans | best hand plan | its step, ms | chosen | refined |",
-        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for n, (a, b) in found.items():
-        theirs = [r for r in groups[n] if _by_hand(r) and r["compiled"]["step_s"]]
-        best = min(theirs, key=lambda r: r["compiled"]["step_s"])
-        lines.append(
-            f"| {n} | {sum(map(_by_hand, groups[n]))} | {best['plan']}, {best['mesh']} | "
-            f"{best['compiled']['step_s'] * 1e3:.2f} | {a:.3f} x | {b:.3f} x |"
-        )
+    if xla:
+        lines += [
+            f"XLA AutoSharding over ours, geometric mean over {len(xla)} workloads: "
+            f"{mean(list(xla.values())):.2f}."
+        ]
+    lines += [
+        "",
+        "| workload | hand plans | their meshes | best hand plan | its step, ms | chosen | refined "
+        "| XLA AutoSharding over ours |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [_summary(n, g, found.get(n), xla.get(n)) for n, g in groups.items()]
     for n, g in groups.items():
         lines += ["", f"## {n}", "", *_rows(g)]
     return "\n".join(lines) + "\n"
+
+
+def over_xla(rows: Rows) -> float | None:
+    """Returns AutoSharding's step over that of the plan that we choose, of one workload."""
+    mine = [r["compiled"]["step_s"] for r in rows if r["ours"]]
+    theirs = [r["compiled"]["step_s"] for r in rows if r["plan"] == AUTOSHARDING]
+    return theirs[0] / mine[0] if mine and theirs and mine[0] and theirs[0] else None
+
+
+def _summary(name: str, group: Rows, ratio: tuple[float, float] | None, xla: float | None) -> str:
+    by_hand = [r for r in group if _by_hand(r)]
+    meshes = len({r["mesh"] for r in by_hand})
+    cells = [name, str(len(by_hand)), str(meshes)]
+    if ratio is None:
+        cells += ["none of them compiled or fits" if by_hand else "none tried", "", "", ""]
+    else:
+        made = [r for r in by_hand if r["compiled"]["step_s"]]
+        best = min(made, key=lambda r: r["compiled"]["step_s"])
+        cells += [f"{best['plan']}, {best['mesh']}", f"{best['compiled']['step_s'] * 1e3:.2f}"]
+        cells += [f"{x:.3f} x" for x in ratio]
+    tried = [r for r in group if r["plan"] == AUTOSHARDING]
+    why = _refused(tried[0]["compiled"]) if tried else "not tried"
+    cells.append(f"{xla:.2f} x" if xla else why)
+    return f"| {' | '.join(cells)} |"
+
+
+def _refused(compiled: dict[str, Any]) -> str:
+    return compiled["refused"] if len(compiled["refused"]) < 60 else "does not fit"
 
 
 def _rows(group: Rows) -> list[str]:
@@ -83,8 +115,8 @@ def _rows(group: Rows) -> list[str]:
     for r in group:
         c = r["compiled"]
         if not c["step_s"]:
-            why = c["refused"] if len(c["refused"]) < 60 else "does not fit"
-            lines.append(f"| {r['plan']} | {r['mesh']} | {why} | | | | | {c['compile_s']:.0f} | |")
+            cells = (r["plan"], r["mesh"], _refused(c), "", "", "", "", f"{c['compile_s']:.0f}", "")
+            lines.append(f"| {' | '.join(cells)} |")
             continue
         predicted = f"{r['predicted_s'] * 1e3:.2f}" if r["predicted_s"] else ""
         planning = f"{r['plan_s']:.1f}" if r["plan_s"] else ""
