@@ -288,8 +288,8 @@ class _Pricing:
                 if a == i:
                     continue
                 donated = op.kind is Kind.INPUT and self.donated[int(op.path.removeprefix("in"))]
-                costs, steps, differ = self._edge(a, r, i, k, value, op.operand_trips[k], donated)
-                if differ:
+                costs, steps, some = self._edge(a, r, i, k, value, op.operand_trips[k], donated)
+                if some:
                     found.append(Edge(a, i, costs))
                     ties.append(steps)
         for edge in self._totals():
@@ -311,12 +311,13 @@ class _Pricing:
             once, each = self.live.reduction_trips(op), op.trips
             kept = np.array([not s.scattered for s in self.strategies[i]])
             more_s = kept * self._collective_s(i) * (each / once - 1)
-            unlike = [
-                [differ(total, s.results[0], t.results[0]) for t in self.strategies[c]]
-                for s in self.strategies[i]
-            ]
-            if more_s.any() and np.any(unlike):
-                yield Edge(i, c, more_s[:, None] * unlike)
+            if not more_s.any():
+                continue
+            own, own_at = _distinct(self.strategies[i])
+            totals, totals_at = _distinct(self.strategies[c])
+            unlike = np.array([[differ(total, s, t) for t in totals] for s in own])
+            if unlike.any():
+                yield Edge(i, c, more_s[:, None] * unlike[np.ix_(own_at, totals_at)])
 
     def _copy_s(self, i: int, k: int, value: Value) -> np.ndarray:
         """Returns [S] the seconds to copy a donated argument that a collective writes anew.
@@ -406,6 +407,13 @@ class _Pricing:
         if live.operand is not None:
             return self.stored_bytes(i, "operands", live.operand, live.value)
         return self.stored_bytes(i, "results", live.result, live.value)
+
+
+def _distinct(strategies: Sequence[Strategy]) -> tuple[list[Sharding], np.ndarray]:
+    """Returns the distinct shardings of the first result, and [S] which one each strategy has."""
+    places: dict[Sharding, int] = {}
+    at = [places.setdefault(s.results[0], len(places)) for s in strategies]
+    return list(places), np.array(at, np.int64)
 
 
 def stored_bytes(

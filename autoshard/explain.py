@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 COLLECTIVES_SHOWN = 12
 VALUES_SHOWN = 8
 STRUCK = (
-    "  the time limit cut the search short: a longer one may find a better plan, and another run\
- another plan"
+    "  the time limit cut the search short: a longer one may find a better plan, "
+    "and another run another plan"
 )
 
 

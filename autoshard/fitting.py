@@ -8,7 +8,6 @@ limit, they become usages and the problem is solved again.
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 
@@ -63,14 +62,18 @@ def fitted(
     if fitting and (not solution.choices or fitting[0].objective_s < solution.objective_s):
         solution = _taken(choices, fitting[0].choices, bound_s)
     if solution.choices or not choices.problem.nodes:
-        stats = {**solution.stats, "time_limit_struck": struck}
-        return dataclasses.replace(solution, stats=stats)
+        return _told(solution, struck)
     if solution.status is Status.UNKNOWN:
         raise NoSolutionError(
             f"no feasible plan for {choices.problem.name} found in the time limit; the proven "
             f"lower bound so far is {seconds_text(solution.bound_s)}: raise time_limit_s"
         )
-    return _smallest(choices, known, bound_s, time_limit_s)
+    return _told(_smallest(choices, known, bound_s, time_limit_s), struck)
+
+
+def _told(solution: Solution, struck: bool) -> Solution:
+    """Returns a solution that says whether the time limit struck on the way to it."""
+    return dataclasses.replace(solution, stats={**solution.stats, "time_limit_struck": struck})
 
 
 class _Model:
@@ -100,7 +103,7 @@ class _Model:
         cutoff_s: float = np.inf,
         copied: Sequence[Usage] = (),
         gap: float = AGAIN_GAP,
-        ruled_out: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        ruled_out: Mapping[int, Sequence[int]] | None = None,
     ) -> Solution:
         """Solves for seconds, then for the second objective, in one solve.
 
@@ -117,7 +120,7 @@ class _Model:
         if self.fold is not None:
             copied = self.fold.usages(copied)
         tied = dataclasses.replace(
-            self._tied(weight_s, ruled_out),
+            self._tied(weight_s, ruled_out or {}),
             usage_limit_bytes=limit,
             usages=(*problem.usages, *copied),
         )
@@ -194,7 +197,9 @@ def _tightened(
     """Returns the first solution that fits, or one without choices, and the bound.
 
     While too much is copied, the copies made so far become usages of the problem. Should nothing
-    fit with those, the rows' limit goes down instead.
+    fit with those, the rows' limit goes down instead. A folded problem is solved roughly first: its
+    bound is none of the whole, so it need only show what is copied, and what costs more than its
+    choices.
     """
     most = None if limit is None else limit + held_bytes(model.choices.topology.chip)
     rough, ruled_out = limit is not None and model.fold is not None, {}
@@ -223,9 +228,8 @@ def _tightened(
         counted |= copy_usages(model.choices, solution.choices)
         usages = tuple(counted.values())
         held = model.peak_bytes(solution.choices, usages) - size  # in vector memory
-        solution = model.solve(
-            min(limit + held, most), hints, time_limit_s, copied=usages, ruled_out=ruled_out
-        )
+        tight = min(limit + held, most)
+        solution = model.solve(tight, hints, time_limit_s, copied=usages, ruled_out=ruled_out)
         status, rough = Status.FEASIBLE, False
         if not solution.choices:
             break

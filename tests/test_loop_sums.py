@@ -46,6 +46,15 @@ def test_a_total_sharded_otherwise_is_combined_in_every_trip(total, trips):
     assert planned.kind == "all-reduce"  # compiled as a reduce-scatter where it is sliced at once
     assert planned.trips == compiled.trips == trips
     assert compiled.bytes == pytest.approx(planned.bytes)
+    assert added_s(p.choices, solution) == pytest.approx(planned.seconds * (trips - 1) / trips)
+
+
+def added_s(choices, solution) -> float:
+    """Returns what the choices of the product and of the total cost together."""
+    (dot,) = [i for i, op in enumerate(choices.ops) if op.primitive == "dot_general"]
+    (carry,) = [i for i, op in enumerate(choices.ops) if op.kind is Kind.CARRY]
+    between = [e for e in choices.problem.edges if {e.a, e.b} == {dot, carry}]
+    return sum(float(e.costs_s[solution[e.a], solution[e.b]]) for e in between)
 
 
 def prepared(case, args) -> conformance.Prepared:
