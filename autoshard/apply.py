@@ -298,8 +298,8 @@ def _scattered(x: Any, axes: Axes, dim: int) -> Any:
 
     The TPU compiler may put those outermost, and makes an all-reduce onto any other dim.
     """
-    narrow = [n for d, n in enumerate(x.shape) if n > 1 or d == dim]
-    at = sum(n > 1 for n in x.shape[:dim])
+    narrow = [n for d, n in enumerate(x.shape) if n != 1 or d == dim]
+    at = sum(n != 1 for n in x.shape[:dim])
     out = jax.lax.psum_scatter(x.reshape(narrow), axes, scatter_dimension=at, tiled=True)
     return out.reshape(*x.shape[:dim], out.shape[at], *x.shape[dim + 1 :])
 

@@ -97,3 +97,12 @@ def test_batched_contractions_scatter_right():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(2, 8, 8, 8)).astype(np.float32)
     check_random_plans(fn, (x, y), range(12), mesh="2x2x2")
+
+
+def test_empty_results_are_scattered():
+    """Program 40 contracts an array with an empty dim, which is no dim of one to leave out."""
+
+    def fn(x, y):
+        return lax.dot_general(x, y, (((2,), (0,)), ((), ()))), jnp.sum(x, 2)
+
+    check_random_plans(fn, (jnp.ones((6, 0, 8)), jnp.ones((8, 7, 8))), range(12))
