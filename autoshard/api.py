@@ -85,13 +85,15 @@ def jit(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     time_limit_s: float = 60.0,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Any:
     """Like jax.jit, but sharded over `mesh` as planned for the arguments' shapes; a decorator with
     or without arguments.
 
     The first call with new shapes traces, plans and compiles; later calls run. Arguments that live
     elsewhere are moved.
-    `f.plan(*args)` returns the Plan. The other arguments are those of `autoshard.plan`.
+    `f.plan(*args)` returns the Plan. `compiler_options` go to XLA, as of jax.jit. The other
+    arguments are those of `autoshard.plan`.
     """
     if fn is None:
         given = {k: v for k, v in locals().items() if k != "fn"}
@@ -108,6 +110,7 @@ def jit(
             donate_argnames=names(donate_argnames),
             static_argnums=static,
             time_limit_s=time_limit_s,
+            compiler_options=compiler_options,
         )
         return _planned(fn, args, kwargs, mesh, options).function()
 
@@ -215,7 +218,7 @@ def _planned(
             priced = _priced(program, target, options, stages)
             attempt = _solved(priced, options, stages, cutoff_s)
             attempts.append(attempt)
-            return planning.Planned(attempt.plan, fn, priced.program, options.static_argnums)
+            return planning.Planned(attempt.plan, fn, priced.program, options)
 
         def check_of(plan: Plan) -> Check:
             with stages.stage("compile"):

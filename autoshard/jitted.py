@@ -3,7 +3,7 @@
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autoshard import compiling
 from autoshard.apply import constrained
 from autoshard.errors import MeshError, PlanError
 from autoshard.explicit import explicit_mesh, traced
@@ -33,11 +34,14 @@ class PlannedFunction:
         mesh: Any,
         static_argnums: Sequence[int],
         program: Program | None,
+        compiler_options: Mapping[str, Any] | None = None,
     ):
         self.plan, self.fn, self.given, self.mesh = plan, fn, mesh, concrete_mesh(mesh)
         self.static_argnums = tuple(static_argnums)
         self.program = program
+        self.options = compiler_options
         self._jitted: Callable | None = None
+        self._nested: Callable | None = None
         self._shardings: tuple = ()
         self._leaf_shardings: list[NamedSharding] = []
         self._structure: Any = None
@@ -55,11 +59,20 @@ class PlannedFunction:
         if [getattr(x, "sharding", None) for x in leaves] != self._leaf_shardings:
             args = jax.tree.unflatten(tree, self._moved(leaves))
         if jax.sharding.get_abstract_mesh().empty:
-            return jitted(*args)
+            return self._run(jitted, args)
         with jax.sharding.use_abstract_mesh(
             self.mesh.abstract_mesh
         ):  # the caller's may be Explicit
+            return self._run(jitted, args)
+
+    def _run(self, jitted: Callable, args: tuple) -> Any:
+        try:
             return jitted(*args)
+        except ValueError as e:
+            # Inside another jit, which alone decides how it is compiled.
+            if "compiler_options" not in str(e) or self._nested is None:
+                raise
+        return self._nested(*args)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers for arrays or jax.ShapeDtypeStructs, as `jax.jit(f).lower` does."""
@@ -103,12 +116,16 @@ class PlannedFunction:
             return jax.tree.unflatten(program.out_tree, run(*leaves))
 
         planned.__name__ = planned.__qualname__ = plan.program
-        self._jitted = jax.jit(
+        jitted = functools.partial(
+            jax.jit,
             planned,
             in_shardings=self._shardings,
             out_shardings=out_shardings,
             donate_argnums=donate,
         )
+        options = compiling.compiler_options(self.mesh, self.options)
+        self._nested = jitted()
+        self._jitted = jitted(compiler_options=options) if options else self._nested
         return self._jitted
 
     def _moved(self, leaves: list[Any]) -> list[Any]:
@@ -137,13 +154,14 @@ def planned_function(
     mesh: Any = None,
     static_argnums: Sequence[int] = (),
     program: Program | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> PlannedFunction:
     """Returns `fn` under `plan`; see `Plan.jit`."""
     target = mesh if mesh is not None else (plan.devices if plan.devices is not None else plan.mesh)
     shape = mesh_shape(target)
     if shape != plan.mesh:
         raise MeshError(f"the plan is for mesh {plan.mesh}, got {shape}: plan again for that mesh")
-    return PlannedFunction(plan, fn, target, static_argnums, program)
+    return PlannedFunction(plan, fn, target, static_argnums, program, compiler_options)
 
 
 def _check_program(plan: Plan, program: Program) -> None:

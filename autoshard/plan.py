@@ -122,7 +122,8 @@ class Plan:
         Args:
           mesh: a mesh of devices, real or ahead-of-time, with the plan's axes; None: the planned
             mesh.
-          options: static_argnums, as they were planned.
+          options: static_argnums, as they were planned; compiler_options, as of jax.jit, beside
+            those that the predicted peak counts on.
 
         Raises:
           MeshError: the mesh has other axes.

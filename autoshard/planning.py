@@ -1,7 +1,7 @@
 """What `autoshard.plan` needs around its line: the target, the pins, and the plan put together."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ class Options:
     donate_argnames: tuple[str, ...] = ()
     static_argnums: tuple[int, ...] = ()
     time_limit_s: float = 60.0
+    compiler_options: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +256,11 @@ class Planned:
     plan: Plan
     fn: Callable
     program: Program
-    static_argnums: tuple[int, ...]
+    options: Options
 
     def function(self) -> PlannedFunction:
         """Returns the function under the plan, without tracing it again."""
-        return planned_function(self.plan, self.fn, None, self.static_argnums, self.program)
+        given = self.options
+        return planned_function(
+            self.plan, self.fn, None, given.static_argnums, self.program, given.compiler_options
+        )

@@ -25,6 +25,7 @@ copies
 baselines answer bound dual kernel lifted peak prices reduce search solve
 apply emit explicit explain plan
 fitting meshes pins stages
+compiling
 pareto jitted planning
 hlo hlo_loops hlo_collectives schedule inspect aot calibrate
 shapes check
