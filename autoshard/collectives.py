@@ -1,7 +1,8 @@
 """Seconds and bytes of one collective over some axes of a topology.
 
-Each is a start-up plus seconds per byte, from three facts about a group of n devices:
-  all-gather and reduce-scatter move (n-1)/n of the full size into each device, all-reduce is both;
+Each is a launch, hops, and seconds per byte, from three facts about a group of n devices:
+  all-gather and reduce-scatter move (n-1)/n of the full size into each device, all-reduce is both,
+  launched once;
   a switch or a ring carries this at the full speed of the link, a closed ring in both directions;
   an all-to-all moves n times less than an all-gather on a switch, 4 times less on a closed ring,
   where data for far devices passes through the links between.
@@ -187,18 +188,18 @@ def _linear(kind: Kind, topology: Topology, axes: Axes) -> Linear:
     levels = levels_of(topology, axes)
     if not levels:
         return Linear()
-    start_s = max(link.start_s for level in levels for _, link in level.dims)
-    start_s += sum(level.hops_s for level in levels)
+    launch_s = max(link.start_s for level in levels for _, link in level.dims)
+    hops_s = sum(level.hops_s for level in levels)
     if kind is Kind.ALL_TO_ALL or kind is Kind.PERMUTE:
         whole = kind is Kind.PERMUTE
         ports = [port for level in levels for port in _ports(level)]
-        return Linear(start_s, max(_exchange(n, link, whole) for n, link in ports))
+        return Linear(launch_s + hops_s, max(_exchange(n, link, whole) for n, link in ports))
     s_per_byte, inner = 0.0, 1
     for level in levels:
         share = (level.size - 1) / level.size / inner
         s_per_byte = max(s_per_byte, share / level.ring_bytes_per_s)
         inner *= level.size
-    return Linear(start_s, s_per_byte) * (2 if kind is Kind.ALL_REDUCE else 1)
+    return Linear(launch_s) + Linear(hops_s, s_per_byte) * (2 if kind is Kind.ALL_REDUCE else 1)
 
 
 def levels_of(topology: Topology, axes: Axes) -> tuple[Level, ...]:
