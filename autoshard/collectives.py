@@ -1,8 +1,8 @@
 """Seconds and bytes of one collective over some axes of a topology.
 
 Each is a launch, hops, and seconds per byte, from three facts about a group of n devices:
-  all-gather and reduce-scatter move (n-1)/n of the full size into each device, all-reduce is both,
-  launched once;
+  all-gather and reduce-scatter move (n-1)/n of the full size into each device; an all-reduce is
+  both, launched once, or where that is faster a gather of what all devices have;
   a switch or a ring carries this at the full speed of the link, a closed ring in both directions;
   an all-to-all moves n times less than an all-gather on a switch, 4 times less on a closed ring,
   where data for far devices passes through the links between.
@@ -115,17 +115,23 @@ def permute_s(topology: Topology, axes: Axes, local_bytes, shift: bool = False):
       shift: each device sends to its neighbour, one hop; else anywhere along the axes.
     """
     if shift:
-        return _evaluate(_shift(topology, _in_mesh_order(topology.mesh, axes)), local_bytes)
+        return _number(_shift(topology, _in_mesh_order(topology.mesh, axes))(local_bytes))
     return seconds(Kind.PERMUTE, topology, axes, local_bytes)
 
 
 def seconds(kind: Kind, topology: Topology, axes: Axes, size_bytes):
     """Returns seconds of a collective; `size_bytes` as that collective's own function has it."""
-    return _evaluate(linear(kind, topology, axes), size_bytes)
+    found = linear(kind, topology, axes)(size_bytes)
+    if kind is Kind.ALL_REDUCE:
+        # What is small is sent whole to everyone and added there: one step, not two. The TPU
+        # compiler says so (`is_multistep:0`).
+        whole = linear(Kind.ALL_GATHER, topology, axes)
+        found = np.minimum(found, whole(topology.mesh.size(axes) * np.asarray(size_bytes)))
+    return _number(found)
 
 
 def linear(kind: Kind, topology: Topology, axes: Axes) -> Linear:
-    """Returns the cost of a collective as a function of its bytes.
+    """Returns the cost of a collective as a function of its bytes, of an all-reduce in two steps.
 
     Raises:
       MeshError: an axis is not of the mesh.
@@ -171,9 +177,8 @@ def wire_bytes(kind: Kind, mesh: MeshShape, axes: Axes, size_bytes):
     return share * size_bytes
 
 
-def _evaluate(cost: Linear, size_bytes) -> Any:
-    result = cost(size_bytes)
-    return float(result) if result.ndim == 0 else result
+def _number(found: np.ndarray) -> Any:
+    return float(found) if found.ndim == 0 else found
 
 
 def _in_mesh_order(mesh: MeshShape, axes: Axes) -> Axes:

@@ -258,3 +258,14 @@ def test_linear():
 def test_what_the_compiler_scatters(mesh, hardware, axes, scattered):
     """As compiled ahead of time; `tests/test_conformance.py` compiles some of them."""
     assert collectives.scatters(on(hardware, mesh), axes) is scattered
+
+
+def test_a_small_all_reduce_takes_one_step():
+    """A number: as long as gathering 8; a mebibyte: as long as scattering and gathering it."""
+    small = collectives.all_reduce_s(V5E, ("x",), 4)
+    assert small == pytest.approx(collectives.all_gather_s(V5E, ("x",), 8 * 4))
+    assert small < collectives.all_gather_s(V5E, ("x",), 2**20)
+    large = collectives.all_reduce_s(V5E, ("x",), 2**20)
+    assert large == pytest.approx(linear(Kind.ALL_REDUCE, V5E, ("x",))(2**20))
+    both = collectives.all_reduce_s(V5E, ("x",), np.array([4, 2**20]))
+    assert both == pytest.approx(np.array([small, large]))
