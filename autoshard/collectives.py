@@ -2,7 +2,7 @@
 
 Each is a launch, hops, and seconds per byte, from three facts about a group of n devices:
   all-gather and reduce-scatter move (n-1)/n of the full size into each device; an all-reduce is
-  both, launched once, or where that is faster a gather of what all devices have;
+  both, launched once, or on a torus where that is faster a gather of what all devices have;
   a switch or a ring carries this at the full speed of the link, a closed ring in both directions;
   an all-to-all moves n times less than an all-gather on a switch, 4 times less on a closed ring,
   where data for far devices passes through the links between.
@@ -122,7 +122,7 @@ def permute_s(topology: Topology, axes: Axes, local_bytes, shift: bool = False):
 def seconds(kind: Kind, topology: Topology, axes: Axes, size_bytes):
     """Returns seconds of a collective; `size_bytes` as that collective's own function has it."""
     found = linear(kind, topology, axes)(size_bytes)
-    if kind is Kind.ALL_REDUCE:
+    if kind is Kind.ALL_REDUCE and _is_torus(topology, axes):
         # What is small is sent whole to everyone and added there: one step, not two. The TPU
         # compiler says so (`is_multistep:0`).
         whole = linear(Kind.ALL_GATHER, topology, axes)
@@ -146,7 +146,7 @@ def overlaps(kind: Kind, topology: Topology, axes: Axes) -> bool:
     as permutes woven into the matmul), scatters of partial sums and permutes so; an all-reduce or
     an all-to-all over ICI stands alone in its schedule.
     """
-    links = [link for level in levels_of(topology, axes) for _, link in level.dims]
+    links = _links(topology, axes)
     alone = kind in (Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
     return all(link.overlaps and not (alone and link.kind == "ici") for link in links)
 
@@ -175,6 +175,14 @@ def wire_bytes(kind: Kind, mesh: MeshShape, axes: Axes, size_bytes):
         Kind.SLICE: 0.0,
     }[kind]
     return share * size_bytes
+
+
+def _is_torus(topology: Topology, axes: Axes) -> bool:
+    return all(link.kind == "ici" for link in _links(topology, axes))
+
+
+def _links(topology: Topology, axes: Axes) -> list[Link]:
+    return [link for level in levels_of(topology, axes) for _, link in level.dims]
 
 
 def _number(found: np.ndarray) -> Any:
@@ -243,7 +251,7 @@ def _exchange(n: int, link: Link, whole: bool) -> float:
 
 
 def _shift(topology: Topology, axes: Axes) -> Linear:
-    links = [link for level in levels_of(topology, axes) for _, link in level.dims]
+    links = _links(topology, axes)
     if not links:
         return Linear()
     start_s = max(link.start_s + link.latency_s for link in links)

@@ -95,13 +95,11 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
     return json.loads(gzip.decompress(path.read_bytes())) if path.exists() else None
 
 
-def text_of(
-    mesh: Mesh, lower: Callable[[], Any], options: dict[str, str] | None = None
-) -> dict[str, Any]:
+def text_of(mesh: Mesh, lowered: Any, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns what is kept of a program: its text and memory, or why it was refused."""
     start = time.perf_counter()
     try:
-        made = lower().compile(compiler_options=options)
+        made = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise

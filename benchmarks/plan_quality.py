@@ -14,6 +14,8 @@ and the table says so. Programs compiled before are read from `--cache`; finishe
 import argparse
 import dataclasses
 import functools
+import hashlib
+import importlib.metadata
 import json
 import math
 import pathlib
@@ -31,6 +33,7 @@ from rich.progress import Progress  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard import aot  # noqa: E402
+from autoshard.compiling import compiler_options  # noqa: E402
 from autoshard.hardware import preset  # noqa: E402
 from autoshard.sharding import MeshShape  # noqa: E402
 from autoshard.trace import Program, trace  # noqa: E402
@@ -70,6 +73,17 @@ class Compiler:
     cache: pathlib.Path
     patience_s: float
 
+    def program(
+        self, lowered: Any, devices: Mesh, options: dict[str, Any], whose: dict[str, Any]
+    ) -> tuple[Compiled, str]:
+        """Compiles a lowered program, known again by its text and all it is compiled with: the
+        `options` given here, and `whose`, which it has by itself."""
+        text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        ids = [d.id for d in devices.devices.flat]
+        versions = f"{jax.__version__} {importlib.metadata.version('libtpu')}"
+        what = f"{versions} {devices.shape} {ids} {sorted((options | whose).items())} {text}"
+        return self(what, devices, functools.partial(text_of, devices, lowered, options))
+
     def __call__(
         self,
         what: str,
@@ -106,11 +120,8 @@ def ours(workload: Workload, compiler: Compiler, count: int) -> Iterator[Row]:
         plans.append((plan, devices, time.perf_counter() - start))
     plans.sort(key=lambda p: p[0].objective_s)
     for plan, devices, plan_s in plans[:count]:
-        emitted = plan.constraints
-        what = f"{plan.mesh} {plan.arguments} {emitted.operands} {emitted.results} "
-        lower = functools.partial(_lowered, plan, workload, args, devices)
-        make = functools.partial(text_of, devices, lower)
-        found, file = compiler(what + str(emitted.scatters), devices, make)
+        lowered = plan.jit(workload.step, devices).lower(*args)
+        found, file = compiler.program(lowered, devices, {}, compiler_options(devices))
         yield Row(
             workload.name, "ours", str(plan.mesh), True, found, plan.step_time_s, plan.peak_bytes,
             plan_s, file,
@@ -119,10 +130,9 @@ def ours(workload: Workload, compiler: Compiler, count: int) -> Iterator[Row]:
 
 def by_hand(workload: Workload, plan: HandPlan, program: Program, compiler: Compiler) -> Row:
     devices = aot.mesh(workload.target, MeshShape.parse(plan.mesh))
-    jitted = HandJit(program, workload.model, plan, devices)
-    what = f"{plan!r} {jitted.constraints()!r}"
-    make = functools.partial(text_of, devices, jitted.lower, plan.compiler_options)
-    found, file = compiler(what, devices, make)
+    lowered = HandJit(program, workload.model, plan, devices).lower()
+    options = compiler_options(devices, plan.compiler_options)
+    found, file = compiler.program(lowered, devices, options, {})
     return Row(workload.name, plan.name, plan.mesh, False, found, file=file)
 
 
@@ -136,10 +146,6 @@ def by_xla(workload: Workload, mesh: str, compiler: Compiler, python: str) -> Ro
     )
     found, file = compiler(f"{AUTOSHARDING} {mesh} {int(memory / GIB)}", devices, make, math.inf)
     return Row(workload.name, AUTOSHARDING, mesh, False, found, file=file)
-
-
-def _lowered(plan: autoshard.Plan, workload: Workload, args: tuple, devices: Mesh) -> Any:
-    return plan.jit(workload.step, devices).lower(*args)
 
 
 def chip_of(workload: Workload) -> str:
