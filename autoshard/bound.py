@@ -97,7 +97,7 @@ class Program:
         count, links = len(flat.costs) + len(self.pairs), len(self.right)
         row, column, value = [self.row], [self.column], [self.value]
         for k, r in enumerate(self.rows):
-            sizes = self._live(r) / self.limit
+            sizes = flat.live(r) / self.limit
             live = np.flatnonzero(sizes)
             row.append(np.full(len(live), links + k))
             column.append(live)
@@ -134,11 +134,6 @@ class Program:
         proto.objective.linear_coefficients.ids.extend(used.tolist())
         proto.objective.linear_coefficients.values.extend(costs[used].tolist())
         return mathopt.Model.from_model_proto(proto)
-
-    def _live(self, r: int) -> np.ndarray:
-        flat = self.flat
-        live = ((flat.first <= r) & (flat.last > r))[flat.usage_of]
-        return np.bincount(flat.usage_var[live], flat.usage_bytes[live], len(flat.costs))
 
     def add_rows(self, used: np.ndarray) -> bool:
         """Adds memory rows that `used` [R] exceeds most, spread out; returns whether any."""

@@ -16,14 +16,13 @@ is left into choices of the whole problem. The steps, by the names that `Core.re
 import collections
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from autoshard.answer import Answer
+from autoshard.loads import Load, merged
 from autoshard.problem import ShardingProblem, live_rows
-
-Span = tuple[int, int]  # the memory rows [first, last)
 
 MAX_TABLE = 4_000_000  # entries of the largest table built while eliminating or comparing
 MAX_COMPARED = 300  # strategies of a node up to which they are compared for dominance
@@ -41,8 +40,8 @@ class Core:
       costs: [S_i] for each node.
       kept: [S_i] the problem's strategies that are left, ascending.
       edges: `edges[i][j]` is [S_i, S_j]; `edges[j][i]` is its transpose.
-      usages: for each node the bytes [S_i] over each span of rows, the least of them being 0.
-      room_bytes: [rows] what the limit leaves in each memory row for `usages`.
+      loads: for each node the bytes [S_i] over spans of rows, the least of them being 0.
+      room_bytes: [rows] what the limit leaves in each memory row for `loads`.
       row_names: [rows] the memory rows left, ascending.
       constant_s: cost of what is already decided.
       removed: how often each reduction applied.
@@ -65,7 +64,7 @@ class Core:
         self._here = [True] * len(problem.nodes)
         self.kept = [np.arange(len(node.costs_s)) for node in problem.nodes]
         self.edges: list[dict[int, np.ndarray]] = [{} for _ in problem.nodes]
-        self.usages: list[dict[Span, np.ndarray]] = [{} for _ in problem.nodes]
+        self.loads: list[list[Load]] = [[] for _ in problem.nodes]
         self.constant_s = 0.0
         self._every_row = every_row
         self.removed: dict[str, int] = {}
@@ -78,11 +77,10 @@ class Core:
         self.row_names = np.arange(rows)
         self.room_bytes = np.full(rows, 0.0 if limit is None else limit)
         if limit is not None:
-            for usage, f, n in zip(problem.usages, first.tolist(), last.tolist(), strict=True):
-                if usage.node % 1000 == 0 and expired():
+            for i, loads in _loads(problem, first, last).items():
+                if i % 1000 == 0 and expired():
                     raise TimeoutError
-                if f < n:
-                    self._add_usage(usage.node, (f, n), usage.bytes)
+                self._add_loads(i, loads)
         for k, edge in enumerate(problem.edges):
             if k % 1000 == 0 and expired():
                 raise TimeoutError
@@ -98,7 +96,7 @@ class Core:
         other = copy.copy(self)
         other.costs, other.kept, other._here = list(self.costs), list(self.kept), list(self._here)
         other.edges = [dict(near) for near in self.edges]
-        other.usages = [dict(spans) for spans in self.usages]
+        other.loads = list(self.loads)
         other.room_bytes, other.removed = self.room_bytes.copy(), dict(self.removed)
         other._undo, other._queue = list(self._undo), self._queue.copy()
         other._queued = list(self._queued)
@@ -120,9 +118,8 @@ class Core:
         self.kept[i] = self.kept[i][keep]
         for j, costs in list(self.edges[i].items()):
             self._set_edge(i, j, costs[keep])
-        spans, self.usages[i] = self.usages[i], {}
-        for span, size in spans.items():
-            self._add_usage(i, span, size[keep])
+        loads, self.loads[i] = self.loads[i], []
+        self._add_loads(i, [load.taking(load.bytes[keep]) for load in loads])
         self._touch(i, *self.edges[i])
 
     def forbid(self, i: int, j: int, pairs: np.ndarray) -> None:
@@ -197,19 +194,19 @@ class Core:
     def _drop_edge(self, i: int, j: int) -> None:
         del self.edges[i][j], self.edges[j][i]
 
-    def _add_usage(self, i: int, span: Span, size: np.ndarray) -> None:
+    def _add_loads(self, i: int, loads: Iterable[Load]) -> None:
         """The part that every strategy takes comes off the room at once."""
-        least = size.min()
+        added = [self._varying(load) for load in loads]
+        found = merged([*self.loads[i], *(load for load in added if load is not None)])
+        varying = [self._varying(load) for load in found]
+        self.loads[i] = [load for load in varying if load is not None]
+
+    def _varying(self, load: Load) -> Load | None:
+        least = load.bytes.min()
         if least:
-            self.room_bytes[span[0] : span[1]] -= least
-            size = size - least
-        if size.any():
-            old = self.usages[i].get(span)
-            if old is None:
-                self.usages[i][span] = size
-            else:
-                del self.usages[i][span]
-                self._add_usage(i, span, old + size)
+            self.room_bytes -= least * load.rows(len(self.room_bytes))
+            load = load.taking(load.bytes - least)
+        return load if load.bytes.any() else None
 
     def _remove(self, i: int, kept: np.ndarray, keys: tuple[int, ...], answer: Answer) -> None:
         """Takes node i out; its answer to the choices of `keys` is a place in `kept`."""
@@ -217,7 +214,7 @@ class Core:
             self._drop_edge(i, j)
         self._undo.append((i, kept, tuple((j, self.kept[j]) for j in keys), answer))
         self._here[i] = False
-        self.usages[i] = {}
+        self.loads[i] = []
         self._touch(*keys)
 
     def _remove_constant(self, i: int) -> None:
@@ -257,7 +254,7 @@ class Core:
         return i_follows
 
     def _weight(self, i: int) -> int:
-        return len(self.edges[i]) + len(self.usages[i])
+        return len(self.edges[i]) + _span_count(self.loads[i])
 
     def _follow(self, i: int, j: int, choice: np.ndarray) -> None:
         """Merges node i into j, where `choice` [S_j] is what each strategy of j allows i."""
@@ -269,8 +266,7 @@ class Core:
             if k != j:
                 self._add_edge(j, k, other[choice])
                 self._touch(k)
-        for span, size in self.usages[i].items():
-            self._add_usage(j, span, size[choice])
+        self._add_loads(j, [load.taking(load.bytes[choice]) for load in self.loads[i]])
         forced = np.where(choice == np.arange(len(self.costs[i]))[:, None], 0.0, np.inf)
         self._remove(i, self.kept[i], (j,), Answer(np.zeros(len(forced)), (forced,)))
         self._count("follower")
@@ -278,18 +274,20 @@ class Core:
     def _eliminate(self, i: int) -> bool:
         """Answers each choice of at most two neighbours by what is best in cost and in usage."""
         neighbours = tuple(self.edges[i])
-        weight = sum(self.usages[i].values(), np.zeros(len(self.costs[i])))
+        weight = np.zeros(len(self.costs[i]))
+        for load in self.loads[i]:
+            weight += len(load.first) * load.bytes
         order = np.argsort(weight, kind="stable")  # so that ties go to the least usage
         edges = tuple(self.edges[i][j][order] for j in neighbours)
         answer = Answer(self.costs[i][order], edges)
         if len(order) * math.prod(edge.shape[1] for edge in edges) > MAX_TABLE:
             return False
         best = answer.best()
-        taken = self._usages_taken(i, answer, order)
+        taken = self._loads_taken(i, answer, order)
         if taken is None:
             return False
-        for span, (axis, sizes) in taken.items():
-            self._add_usage(neighbours[axis], span, sizes)
+        for axis, load in taken:
+            self._add_loads(neighbours[axis], [load])
         if not np.isfinite(best).any():
             raise Infeasible
         if not neighbours:
@@ -302,13 +300,13 @@ class Core:
         self._count(f"degree{len(neighbours)}")
         return True
 
-    def _usages_taken(
+    def _loads_taken(
         self, i: int, answer: Answer, order: np.ndarray
-    ) -> dict[Span, tuple[int, np.ndarray]] | None:
-        """Which neighbour (axis of the answers) takes each usage over, with the bytes; None if
+    ) -> list[tuple[int, Load]] | None:
+        """Which neighbour (axis of the answers) takes each load over, with its bytes; None if
         none."""
-        taken: dict[Span, tuple[int, np.ndarray]] = {}
-        if not self.usages[i]:
+        taken: list[tuple[int, Load]] = []
+        if not self.loads[i]:
             return taken
         table = answer.table(tuple(np.arange(edge.shape[1]) for edge in answer.edges))
         allowed = np.ones(len(order), bool).reshape((-1,) + (1,) * table.ndim)
@@ -318,9 +316,10 @@ class Core:
             allowed = allowed & np.isfinite(edge).reshape(shape)
         allowed = np.broadcast_to(allowed, (len(order), *table.shape))
         possible = allowed.any(axis=0)
-        for span, size in self.usages[i].items():
-            chosen = size[order][table]
-            sorted_size = size[order].reshape((-1,) + (1,) * table.ndim)
+        for load in self.loads[i]:
+            size = load.bytes[order]
+            chosen = size[table]
+            sorted_size = size.reshape((-1,) + (1,) * table.ndim)
             least = np.where(allowed, sorted_size, np.inf).min(axis=0)
             if np.any(chosen[possible] > least[possible]):
                 return None
@@ -335,7 +334,7 @@ class Core:
             if found is None:
                 return None
             if table.ndim:
-                taken[span] = found
+                taken.append((found[0], load.taking(found[1])))
         return taken
 
     def _undominated(self, i: int) -> np.ndarray:
@@ -347,8 +346,8 @@ class Core:
             return np.ones(count, bool)
         # better[p, q]: q uses no more than p in any span, and may cost no more; narrowed below
         better = ~np.eye(count, dtype=bool)
-        for size in self.usages[i].values():
-            better &= size <= size[:, None]
+        for load in self.loads[i]:
+            better &= load.bytes <= load.bytes[:, None]
         edges = [
             (np.where(finite, edge, BIG), np.where(finite, edge, 3 * BIG))
             for edge in self.edges[i].values()
@@ -367,7 +366,7 @@ class Core:
             total += (high[q] - low[p]).max(axis=1, initial=-math.inf)
         better[p, q] = total <= 0
         keep = np.ones(count, bool)
-        for p in range(count - 1, -1, -1):
+        for p in reversed(np.flatnonzero(better.any(axis=1)).tolist()):
             keep[p] = not np.any(better[p] & keep)
         return keep
 
@@ -376,16 +375,15 @@ class Core:
         rows = len(self.room_bytes)
         if not rows:
             return
-        entries = [(i, span) for i, spans in enumerate(self.usages) for span in spans]
         if np.any(self.room_bytes < 0):
             raise Infeasible
-        most, starts, ends = np.zeros(rows + 1), np.zeros(rows + 1, int), np.zeros(rows + 1, int)
-        for i, (first, last) in entries:
-            size = self.usages[i][first, last].max()
-            most[first] += size
-            most[last] -= size
-            starts[first] += 1
-            ends[last] += 1
+        held = [(i, load) for i, loads in enumerate(self.loads) for load in loads]
+        spans = [len(load.first) for _, load in held]
+        first = np.concatenate([np.zeros(0, np.int64), *(load.first for _, load in held)])
+        last = np.concatenate([np.zeros(0, np.int64), *(load.last for _, load in held)])
+        size = np.repeat([float(load.bytes.max()) for _, load in held], spans)
+        most = np.bincount(first, size, rows + 1) - np.bincount(last, size, rows + 1)
+        starts, ends = np.bincount(first, minlength=rows), np.bincount(last, minlength=rows)
         # The sum of differences rounds; a row is dropped only when it is well clear.
         peak = np.cumsum(most[:-1])
         alive = np.flatnonzero((peak * (1 + 1e-9) > self.room_bytes) | self._every_row)
@@ -405,13 +403,28 @@ class Core:
         if len(kept) == rows:
             return
         self._count("row", rows - len(kept))
-        place = np.searchsorted(np.array(kept, np.int64), np.arange(rows + 1)).tolist()
+        place = np.searchsorted(np.array(kept, np.int64), np.arange(rows + 1))
         self.room_bytes = self.room_bytes[kept]
         self.row_names = self.row_names[kept]
-        for i in dict.fromkeys(i for i, _ in entries):
-            spans, self.usages[i] = self.usages[i], {}
-            for (first, last), size in spans.items():
-                if place[first] < place[last]:
-                    self._add_usage(i, (place[first], place[last]), size)
-            if len(self.usages[i]) < len(spans):
+        for i in dict.fromkeys(i for i, _ in held):
+            loads, self.loads[i] = self.loads[i], []
+            self._add_loads(i, [load.moved(place) for load in loads])
+            if _span_count(self.loads[i]) < _span_count(loads):
                 self._touch(i)
+
+
+def _span_count(loads: list[Load]) -> int:
+    return sum(len(load.first) for load in loads)
+
+
+def _loads(problem: ShardingProblem, first: np.ndarray, last: np.ndarray) -> dict[int, list[Load]]:
+    """Returns the loads of each node; usage k counts in the memory rows [first[k], last[k])."""
+    alike: dict[tuple[int, bytes], list[int]] = {}
+    for k in np.flatnonzero(first < last).tolist():
+        usage = problem.usages[k]
+        alike.setdefault((usage.node, usage.bytes.tobytes()), []).append(k)
+    found: dict[int, list[Load]] = {}
+    for (i, _), which in alike.items():
+        load = Load(problem.usages[which[0]].bytes, first[which], last[which])
+        found.setdefault(i, []).append(load)
+    return found

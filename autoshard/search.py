@@ -31,13 +31,14 @@ class Flat:
     edge_b: np.ndarray  # [E]
     edge_start: np.ndarray  # [E] into edge_costs
     edge_costs: np.ndarray  # all edges' costs, row by row
-    usage_node: np.ndarray  # [U]
-    first: np.ndarray  # [U] memory rows [first, last)
+    load_node: np.ndarray  # [L]
+    load_start: np.ndarray  # [L] into load_bytes
+    load_bytes: np.ndarray  # [W]
+    load_var: np.ndarray  # [W] into V
+    load_of: np.ndarray  # [W] into L
+    first: np.ndarray  # [U] memory rows [first, last) of each span of a load
     last: np.ndarray  # [U]
-    usage_start: np.ndarray  # [U] into usage_bytes
-    usage_bytes: np.ndarray  # [W]
-    usage_var: np.ndarray  # [W] into V
-    usage_of: np.ndarray  # [W] into U
+    span_of: np.ndarray  # [U] into L
     room_bytes: np.ndarray  # [R]
 
     @classmethod
@@ -48,11 +49,12 @@ class Flat:
         start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         pairs = [(place[i], place[j], m) for i in names for j, m in core.edges[i].items() if i < j]
         neighbours = _with_penalty(pairs, [core.costs[i] for i in names])
-        entries = [(place[i], span, size) for i in names for span, size in core.usages[i].items()]
-        lengths = np.array([len(size) for _, _, size in entries], np.int64)
-        usage_node = np.array([n for n, _, _ in entries], np.int64)
-        offset = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)[: len(entries)]
+        loads = [(place[i], load) for i in names for load in core.loads[i]]
+        lengths = np.array([len(load.bytes) for _, load in loads], np.int64)
+        load_node = np.array([n for n, _ in loads], np.int64)
+        offset = np.cumsum(lengths) - lengths
         within = np.arange(int(lengths.sum())) - np.repeat(offset, lengths)
+        counts = [len(load.first) for _, load in loads]
         return cls(
             names=np.array(names, np.int64),
             sizes=sizes,
@@ -65,13 +67,14 @@ class Flat:
                 np.int64
             )[: len(pairs)],
             edge_costs=_concatenate([m.ravel() for _, _, m in pairs]),
-            usage_node=usage_node,
-            first=np.array([s[0] for _, s, _ in entries], np.int64),
-            last=np.array([s[1] for _, s, _ in entries], np.int64),
-            usage_start=offset,
-            usage_bytes=_concatenate([size for _, _, size in entries]),
-            usage_var=np.repeat(start[usage_node], lengths) + within,
-            usage_of=np.repeat(np.arange(len(entries)), lengths),
+            load_node=load_node,
+            load_start=offset,
+            load_bytes=_concatenate([load.bytes for _, load in loads]),
+            load_var=np.repeat(start[load_node], lengths) + within,
+            load_of=np.repeat(np.arange(len(loads)), lengths),
+            first=_concatenate([load.first for _, load in loads]).astype(np.int64),
+            last=_concatenate([load.last for _, load in loads]).astype(np.int64),
+            span_of=np.repeat(np.arange(len(loads)), counts),
             room_bytes=core.room_bytes,
         )
 
@@ -82,18 +85,24 @@ class Flat:
 
     def used(self, x: np.ndarray) -> np.ndarray:
         """Returns the bytes [R] of choices x."""
-        taken = self.usage_bytes[self.usage_start + x[self.usage_node]]
-        rows = len(self.room_bytes)
-        change = np.bincount(self.first, taken, rows + 1) - np.bincount(self.last, taken, rows + 1)
-        return np.cumsum(change[:rows])
+        return self._filled(self.load_bytes[self.load_start + x[self.load_node]])
 
     def used_by(self, values: np.ndarray) -> np.ndarray:
         """Returns the bytes [R] of fractional choices, values [V]."""
-        weighed = self.usage_bytes * values[self.usage_var]
-        taken = np.bincount(self.usage_of, weighed, len(self.first))
-        rows = len(self.room_bytes)
+        weighed = self.load_bytes * values[self.load_var]
+        return self._filled(np.bincount(self.load_of, weighed, len(self.load_node)))
+
+    def _filled(self, taken: np.ndarray) -> np.ndarray:
+        """Returns the bytes [R] of loads of which each takes so much [L]."""
+        taken, rows = taken[self.span_of], len(self.room_bytes)
         change = np.bincount(self.first, taken, rows + 1) - np.bincount(self.last, taken, rows + 1)
         return np.cumsum(change[:rows])
+
+    def live(self, r: int) -> np.ndarray:
+        """Returns the bytes [V] that each strategy takes in memory row r."""
+        spans = self.span_of[(self.first <= r) & (self.last > r)]
+        times = np.bincount(spans, minlength=len(self.load_node))[self.load_of]
+        return np.bincount(self.load_var, self.load_bytes * times, len(self.costs))
 
     def excess(self, x: np.ndarray) -> float:
         """Returns by how many bytes choices x exceed the room, at most 0 if they fit."""
@@ -102,9 +111,10 @@ class Flat:
     def priced(self, prices: np.ndarray) -> np.ndarray:
         """Returns the node costs [V] with `prices` [R] per byte added."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
-        price = total[self.last] - total[self.first]
+        spans = total[self.last] - total[self.first]
+        price = np.bincount(self.span_of, spans, len(self.load_node))
         return self.costs + np.bincount(
-            self.usage_var, self.usage_bytes * price[self.usage_of], len(self.costs)
+            self.load_var, self.load_bytes * price[self.load_of], len(self.costs)
         )
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from autoshard.loads import Load, merged
 from autoshard.problem import Edge, Node, ShardingProblem, Usage
 from autoshard.reduce import Core, Infeasible
 from tests.random_problems import brute_force, random_problem
@@ -47,8 +48,8 @@ def cost_in_core(core: Core, x: dict[int, int]) -> float:
 def fits_in_core(core: Core, x: dict[int, int]) -> bool:
     used = np.zeros(len(core.room_bytes))
     for i, p in x.items():
-        for (first, last), size in core.usages[i].items():
-            used[first:last] += size[p]
+        for load in core.loads[i]:
+            used += load.bytes[p] * load.rows(len(used))
     return bool(np.all(used <= core.room_bytes))
 
 
@@ -163,3 +164,29 @@ def test_impossible_memory_is_found():
     tight = ShardingProblem(problem.nodes, problem.edges, problem.usages, 1.0)
     with pytest.raises(Infeasible):
         Core(tight).reduce()
+
+
+def dense(loads: list[Load], rows: int, strategies: int) -> np.ndarray:
+    """The bytes of each strategy in each row."""
+    held = np.zeros((strategies, rows))
+    for load in loads:
+        for first, last in zip(load.first, load.last, strict=True):
+            held[:, first:last] += load.bytes[:, None]
+    return held
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_merged_loads_hold_the_same_with_no_span_or_bytes_twice(seed):
+    rng = np.random.default_rng(seed)
+    kinds = rng.integers(0, 3, (3, 4)).astype(float)
+    loads = []
+    for _ in range(6):
+        first = rng.integers(0, 4, 5)
+        loads.append(Load(kinds[rng.integers(3)], first, first + rng.integers(1, 3, 5)))
+    found = merged(loads)
+    assert np.array_equal(dense(found, 6, 4), dense(loads, 6, 4))
+    spans = [s for load in found for s in zip(load.first, load.last, strict=True)]
+    assert len(spans) == len(set(spans))
+    assert len({load.bytes.tobytes() for load in found}) == len(found)
+    for load in found:
+        assert np.array_equal(load.rows(6) * load.bytes[0], dense([load], 6, 4)[0])
