@@ -8,13 +8,16 @@ with at most two neighbours are eliminated first.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
+from autoshard.problem import ShardingProblem
 from autoshard.reduce import Core
 from autoshard.search import Elimination, Flat
 
 Pair = tuple[int, int]
+Told = dict[Pair, tuple[np.ndarray, np.ndarray]]  # for i, j: strategies of j, message to them
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,17 +162,27 @@ class Dual:
         found = self._elimination.answers(best)
         return [found[i] for i in range(len(self.flat.sizes))]
 
-    def inherit(self, old: "Dual", before: list[np.ndarray], core: Core) -> None:
-        """Takes over the messages that `old` held before strategies and nodes were removed.
+    def told(self) -> Told:
+        """Returns the messages by the nodes and strategies of the problem."""
+        names, kept = self.flat.names.tolist(), self.flat.kept
+        sent = self.messages.sent.items()
+        return {(names[a], names[b]): (kept[b], message) for (a, b), message in sent}
 
-        Args:
-          old: the messages of the larger core.
-          before: the strategies of each of the problem's nodes that were left then.
-          core: what is left now.
+    def inherit(self, told: Told, core: Core) -> None:
+        """Takes over messages of the same nodes, of which other strategies may have been left.
+
+        Any message is sound; a strategy that has none gets the worst.
         """
         place = {int(i): n for n, i in enumerate(self.flat.names)}
-        for (a, b), message in old.messages.sent.items():
-            i, j = int(old.flat.names[a]), int(old.flat.names[b])
+        for (i, j), (had, message) in told.items():
             pair = (place.get(i, -1), place.get(j, -1))
             if pair in self.messages.sent:
-                self.messages.sent[pair] = message[np.searchsorted(before[j], core.kept[j])]
+                at = np.minimum(np.searchsorted(had, core.kept[j]), len(had) - 1)
+                known = had[at] == core.kept[j]
+                self.messages.sent[pair] = np.where(known, message[at], message.max())
+
+
+def trivial_bound(problem: ShardingProblem) -> float:
+    """Returns what the cheapest strategies and pairs cost, each by itself."""
+    least = [node.costs_s.min() for node in problem.nodes]
+    return math.fsum(least + [edge.costs_s.min() for edge in problem.edges])

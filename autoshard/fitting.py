@@ -8,6 +8,7 @@ limit, they become usages and the problem is solved again.
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from autoshard.errors import InfeasibleError, NoSolutionError
 from autoshard.explain import VALUES_SHOWN, bytes_text, seconds_text
 from autoshard.lifted import lifted_bound
 from autoshard.problem import ShardingProblem, Solution, Status, Usage
-from autoshard.solve import smallest_peak, solve
+from autoshard.solve import Run, smallest_peak
 from autoshard.vmem import held_bytes
 
 TIES = 1e-6  # of the objective, for the second one
@@ -82,6 +83,8 @@ class _Model:
     def __init__(self, choices: Choices, fold: Fold | None):
         self.choices, self.fold = choices, fold
         self.struck = False  # the time limit, in any solve
+        self._run: Run | None = None  # the latest, and what the second objective may cost in it
+        self._ties_s = 0.0
         self.problem = choices.problem if fold is None else fold.problem(choices.problem)
         if fold is None:
             self.node_ties: Sequence[np.ndarray] = choices.node_ties
@@ -103,14 +106,15 @@ class _Model:
         cutoff_s: float = np.inf,
         copied: Sequence[Usage] = (),
         gap: float = AGAIN_GAP,
-        ruled_out: Mapping[int, Sequence[int]] | None = None,
+        learned: Mapping[str, Any] | None = None,
     ) -> Solution:
         """Solves for seconds, then for the second objective, in one solve.
 
         The ties weigh TIES of a known objective in all, so they cost the plan at most that much;
-        the bound is lowered by it, so that it stays one of the first objective. `ruled_out`: by
-        node, strategies not to look at.
+        the bound is lowered by it, so that it stays one of the first objective. `learned`: the
+        stats of an earlier solution; what it ruled out is not looked at.
         """
+        learned = learned or {}
         problem = self.problem
         if self.fold is not None:
             hints = [self.fold.fold(hint) for hint in hints]
@@ -120,24 +124,27 @@ class _Model:
         if self.fold is not None:
             copied = self.fold.usages(copied)
         tied = dataclasses.replace(
-            self._tied(weight_s, ruled_out or {}),
+            self._tied(weight_s, learned.get("ruled_out", {})),
             usage_limit_bytes=limit,
             usages=(*problem.usages, *copied),
         )
         fitting = [h for h in hints if limit is None or problem.peak_bytes(h) <= limit]
-        solution = solve(
-            tied,
-            time_limit_s=time_limit_s,
-            hints=fitting,
-            gap=gap,
-            cutoff_s=cutoff_s,
-            prove=gap <= GAP,
-        )
+        self._run = Run(tied, time_limit_s, fitting, told=learned.get("told"))
+        self._ties_s = weight_s * ties
+        return self.closer(gap, cutoff_s)
+
+    def closer(self, gap: float, cutoff_s: float) -> Solution:
+        """Goes on with the latest solve to a smaller gap."""
+        if self._run is None:
+            raise ValueError(
+                "closer() goes on with a solve, and there was none: call solve() first"
+            )
+        solution = self._run.solve(gap, cutoff_s, prove=gap <= GAP)
         self.struck = self.struck or bool(solution.stats.get("time_limit_struck"))
         if not solution.choices:
             return solution
-        objective_s = problem.objective_s(solution.choices)
-        bound_s = max(min(solution.bound_s - weight_s * ties, objective_s), 0.0)
+        objective_s = self.problem.objective_s(solution.choices)
+        bound_s = max(min(solution.bound_s - self._ties_s, objective_s), 0.0)
         found = dataclasses.replace(solution, objective_s=objective_s, bound_s=bound_s)
         return found if self.fold is None else self._unfolded(found, self.fold)
 
@@ -202,7 +209,7 @@ def _tightened(
     choices.
     """
     most = None if limit is None else limit + held_bytes(model.choices.topology.chip)
-    rough, ruled_out = limit is not None and model.fold is not None, {}
+    rough, learned = limit is not None and model.fold is not None, {}
     solution = model.solve(most, hints, time_limit_s, cutoff_s, gap=ROUGH_GAP if rough else GAP)
     bound_s = solution.bound_s if solution.choices else 0.0
     if not solution.choices:
@@ -212,14 +219,11 @@ def _tightened(
     for attempt in range(COUNTS):
         size = cost.peak(model.choices, solution.choices)[0]
         if rough:
-            ruled_out = solution.stats["ruled_out"]
+            learned = solution.stats
         if limit is None or most is None or size <= limit or bound_s > cutoff_s:
             if rough and bound_s <= cutoff_s:
-                rough, hints = False, [solution.choices, *hints]
-                solution = first = model.solve(
-                    most, hints, time_limit_s, cutoff_s, gap=GAP, ruled_out=ruled_out
-                )
-                status = solution.status
+                rough, solution = False, model.closer(GAP, cutoff_s)
+                first, status = solution, solution.status
                 continue
             found = dataclasses.replace(solution, peak_bytes=size, status=status, bound_s=bound_s)
             return found, bound_s
@@ -229,7 +233,7 @@ def _tightened(
         usages = tuple(counted.values())
         held = model.peak_bytes(solution.choices, usages) - size  # in vector memory
         tight = min(limit + held, most)
-        solution = model.solve(tight, hints, time_limit_s, copied=usages, ruled_out=ruled_out)
+        solution = model.solve(tight, hints, time_limit_s, copied=usages, learned=learned)
         status, rough = Status.FEASIBLE, False
         if not solution.choices:
             break

@@ -23,6 +23,7 @@ class Flat:
     """A core as flat arrays. Nodes are renumbered 0..N-1; `V` counts all (node, strategy)."""
 
     names: np.ndarray  # [N] the core's node
+    kept: list[np.ndarray]  # [N] the strategies left of the problem's
     sizes: np.ndarray  # [N] strategies
     start: np.ndarray  # [N+1] the node's first of V
     costs: np.ndarray  # [V]
@@ -57,6 +58,7 @@ class Flat:
         counts = [len(load.first) for _, load in loads]
         return cls(
             names=np.array(names, np.int64),
+            kept=[core.kept[i] for i in names],
             sizes=sizes,
             start=start,
             costs=_concatenate([core.costs[i] for i in names]),

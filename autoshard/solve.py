@@ -24,7 +24,7 @@ import numpy as np
 
 from autoshard.bound import Program, Relaxed
 from autoshard.clock import Clock
-from autoshard.dual import Dual
+from autoshard.dual import Dual, Told, trivial_bound
 from autoshard.kernel import solve_kernel
 from autoshard.peak import smallest_peak as smallest_peak
 from autoshard.prices import Prices
@@ -70,43 +70,60 @@ def solve(
       cutoff_s: choices that cost more are of no use: stop once the bound is above it.
       prove: try to close the gap with the integer program; False: only if nothing else was found.
     """
-    run = _Run(problem, time_limit_s, deterministic, gap)
-    run.cutoff, run.prove = cutoff_s, prove
-    try:
-        for hint in hints:
-            problem.check_choices(hint)
-            run.offer(tuple(int(p) for p in hint))
-        if run.stage("reduce", run.reduce):
-            run.improve_and_prove()
-    except TimeoutError:
-        pass
-    except Infeasible:
-        run.exhausted = True
-    return run.solution()
+    return Run(problem, time_limit_s, hints, deterministic).solve(gap, cutoff_s, prove)
 
 
-class _Run:
-    """One solve: the core, the best choices of the whole problem, and the bound."""
+class Run:
+    """The solving of one problem: the core, the best choices of the whole problem, and the bound.
+
+    Asked again for a smaller gap it goes on from where it stopped. `told`, the `stats["told"]` of a
+    solution of a problem with the same nodes, is where its bound starts.
+    """
 
     def __init__(
-        self, problem: ShardingProblem, time_limit_s: float, deterministic: bool, gap: float
+        self,
+        problem: ShardingProblem,
+        time_limit_s: float,
+        hints: Sequence[Sequence[int]] = (),
+        deterministic: bool = True,
+        told: Told | None = None,
     ):
         self.problem = problem
-        self.gap = gap
+        self.gap = GAP
         self.deterministic = deterministic
         self.clock = Clock(time_limit_s)
         self.stats: dict[str, Any] = {}
         self.best: tuple[int, ...] | None = None
         self.objective = math.inf
-        self.cutoff = math.inf
-        self.prove = True
-        self.bound = _trivial_bound(problem)
+        self.cutoff, self.prove = math.inf, True
+        self.bound = trivial_bound(problem)
+        self.told: Told = told or {}
+        self._rounds, self._price_steps, self._kernels = ROUNDS, PRICE_STEPS, KERNELS  # left
         self._decoded = 0
         self.ruled_out: dict[int, list[int]] = {}  # strategies of each node, by the bound
         self.exhausted = False  # nothing that is cheaper than the best is left
         self.rng = np.random.default_rng(0)
         self.core: Core
         self.flat: Flat
+        self.dual: Dual | None = None
+        self._search: Search | None = None
+        for hint in hints:
+            problem.check_choices(hint)
+            self.offer(tuple(int(p) for p in hint))
+
+    def solve(self, gap: float = GAP, cutoff_s: float = math.inf, prove: bool = True) -> Solution:
+        """Returns the best choices so far, after looking for better ones if `gap` asks for it."""
+        self.gap, self.cutoff, self.prove = gap, cutoff_s, prove
+        try:
+            if self._search is not None or (
+                not self.exhausted and self.stage("reduce", self.reduce)
+            ):
+                self.improve_and_prove()
+        except TimeoutError:
+            pass
+        except Infeasible:
+            self.exhausted = True
+        return self.solution()
 
     def stage(self, name: str, step, *args):
         start = time.monotonic()
@@ -151,30 +168,33 @@ class _Run:
 
     def improve_and_prove(self) -> None:
         """Messages, pruning and prices until they gain little; then the programs."""
-        search = self.stage("search", self._start)
-        dual = self._dual(search, None)
-        price_steps, kernels = PRICE_STEPS, KERNELS
-        for k in range(ROUNDS):
+        search = self._search or self.stage("search", self._start)
+        dual = self.dual if self._search is not None and self.dual else self._dual(search)
+        while self._rounds and not self._done():
+            self._rounds -= 1
+            sweeps = SWEEPS[min(ROUNDS - 1 - self._rounds, 2)]
             before = dual.last_bound
-            self.stage("messages", self._pass_messages, dual, search, SWEEPS[min(k, 2)])
+            self.stage("messages", self._pass_messages, dual, search, sweeps)
             if self._done():
-                return
+                break
             if self.best is not None and self.stage("prune", self._prune_nodes, dual):
                 search, dual = self._restart(search, dual)
                 continue
             gained = dual.last_bound - before
             left = self.objective - self.bound if self.best is not None else math.inf
-            short = self.best is None and price_steps  # of memory: nothing is known to fit
+            short = self.best is None and self._price_steps  # of memory: nothing is known to fit
             if gained > min(5e-3 * abs(self.bound), 0.1 * left) and not short:
                 continue
-            if not price_steps:
-                if not kernels or not self.stage("kernel", self._kernel, dual, search):
+            if not self._price_steps:
+                if not self._kernels or not self.stage("kernel", self._kernel, dual, search):
                     break
-                kernels -= 1
+                self._kernels -= 1
                 continue
-            self.stage("prices", self._set_prices, dual, search, price_steps)
-            price_steps = 0
-        if self.prove or self.best is None:
+            self.stage("prices", self._set_prices, dual, search, self._price_steps)
+            self._price_steps = 0
+        self._search = search
+        if not self._done() and (self.prove or self.best is None):
+            self._search = None  # the core is about to shrink
             self._finish(search)
 
     def _finish(self, search: Search) -> None:
@@ -193,7 +213,7 @@ class _Run:
             self.stage("polish", search.polish, POLISH)
             self._take(search)
             if self.deterministic:
-                break
+                return
 
     def _is_small(self) -> bool:
         flat = self.flat
@@ -222,8 +242,9 @@ class _Run:
 
     def _restart(self, search: Search, dual: Dual) -> tuple[Search, Dual]:
         """The same search and messages after the core has shrunk."""
+        self.told = dual.told()
         search = self._resume(search)
-        return search, self._dual(search, dual)
+        return search, self._dual(search)
 
     def _resume(self, old: Search) -> Search:
         names = self.core.row_names
@@ -238,11 +259,10 @@ class _Run:
             self.exhaust()
         return search
 
-    def _dual(self, search: Search, old: Dual | None) -> Dual:
-        dual = Dual(self.flat, search.prices)
-        if old is not None:
-            dual.inherit(old, self._old_kept, self.core)
-        return dual
+    def _dual(self, search: Search) -> Dual:
+        self.dual = Dual(self.flat, search.prices)
+        self.dual.inherit(self.told, self.core)
+        return self.dual
 
     def _pass_messages(self, dual: Dual, search: Search, sweeps: int) -> None:
         """Sweeps, and reads choices off the messages: after each, or the last one of a wide core,
@@ -368,7 +388,7 @@ class _Run:
 
     def _remove(self, hopeless: np.ndarray) -> None:
         names = self.flat.names.tolist()
-        self._old_rows, self._old_kept = self.core.row_names, list(self.core.kept)
+        self._old_rows = self.core.row_names
         for i, out in zip(names, self.flat.split(hopeless), strict=True):
             if out.any():
                 self.ruled_out.setdefault(i, []).extend(self.core.kept[i][out].tolist())
@@ -446,9 +466,7 @@ class _Run:
         for _ in range(5):
             answer = program.solve(self.clock.left_s(), nodes, self.gap / 10)
             if answer.infeasible:
-                if (
-                    self.best is not None
-                ):  # the best choices are still in the core: only rounding can say so
+                if self.best is not None:  # it is still in the core: only rounding can say so
                     break
                 raise Infeasible
             bound = self.core.constant_s + answer.bound
@@ -471,6 +489,7 @@ class _Run:
     def solution(self) -> Solution:
         self.stats["time_limit_struck"] = self.clock.struck
         self.stats["ruled_out"] = self.ruled_out
+        self.stats["told"] = {} if self.dual is None else self.dual.told()
         if self.best is not None:
             bound = self.objective if self.exhausted else min(self.bound, self.objective)
             status = Status.OPTIMAL if self._proven() else Status.FEASIBLE
@@ -479,8 +498,3 @@ class _Run:
         status = Status.INFEASIBLE if self.exhausted else Status.UNKNOWN
         bound = math.inf if self.exhausted else self.bound
         return Solution((), math.inf, bound, status, math.nan, self.stats)
-
-
-def _trivial_bound(problem: ShardingProblem) -> float:
-    least = [node.costs_s.min() for node in problem.nodes]
-    return math.fsum(least + [edge.costs_s.min() for edge in problem.edges])
