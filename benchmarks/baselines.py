@@ -15,6 +15,8 @@ def hand_plans(workload: Workload) -> list[HandPlan]:
     kind = _KINDS.get(workload.model, _transformers)
     if kind is _transformers and workload.batch < workload.device_count:
         kind = _few_sequences
+    elif kind is _transformers and workload.slice_count > 1:
+        kind = _slices
     return list(kind(workload.meshes))
 
 
@@ -74,40 +76,59 @@ def _few_sequences(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
         yield HandPlan("TP", mesh, (*heads, ("B", DATA)), heads, least=LEAST)
 
 
+def _slices(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
+    """Slices joined by a slow network, which is to carry gradients only, and those once a step."""
+    line, narrow, slices = meshes
+    batch: Where = (("B", ALL),)
+    heads: Where = (("F", MODEL), ("K", MODEL), ("V", MODEL))
+    inside: Where = (("D", MODEL), ("F", MODEL))
+    fsdp: Where = (("D", ALL), ("F", ALL))
+    split: Where = (*heads, ("B", DATA), ("S", MODEL))
+    yield HandPlan("HSDP, no windows", slices, batch, inside, inside, LEAST, windowed=False)
+    yield HandPlan("ZeRO-1 in a slice", slices, batch, (), inside, LEAST)
+    yield HandPlan("FSDP, no windows", line, batch, fsdp, least=LEAST, windowed=False)
+    yield HandPlan("FSDP + TP + sequence", narrow, split, (*heads, ("D", DATA)), least=LEAST)
+    yield HandPlan("HSDP", slices, batch, inside, inside, LEAST)
+    yield HandPlan("TP + sequence in a slice", slices, split, heads, least=LEAST)
+    yield HandPlan("ZeRO-1", line, batch, (), fsdp, LEAST)
+    yield HandPlan("FSDP", line, batch, fsdp, least=LEAST)
+
+
 def _experts(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
     heads: Where = (("F", MODEL), ("K", MODEL), ("V", MODEL))
     fsdp: Where = (("D", ALL), ("F", ALL))
+    experts: Where = (("E", MODEL), ("B", ALL))
     yield HandPlan("FSDP", meshes[0], (("B", ALL),), fsdp, least=LEAST)
+    yield HandPlan("FSDP, no windows", meshes[0], (("B", ALL),), fsdp, least=LEAST, windowed=False)
     for mesh in meshes[1:]:
-        experts: Where = (("E", MODEL), ("B", ALL))
         yield HandPlan("experts + FSDP", mesh, experts, (("E", MODEL), ("D", ALL)), least=LEAST)
-        yield HandPlan("experts, rest replicated", mesh, experts, (("E", MODEL),), least=LEAST)
+        yield HandPlan("FSDP + TP", mesh, (*heads, ("B", DATA)), (*heads, ("D", DATA)), least=LEAST)
         yield HandPlan(
             "experts + ZeRO-1", mesh, experts, (("E", MODEL),), (("E", MODEL), ("D", ALL)), LEAST
         )
-        yield HandPlan("FSDP + TP", mesh, (*heads, ("B", DATA)), (*heads, ("D", DATA)), least=LEAST)
+    for mesh in meshes[1:]:
+        yield HandPlan("experts, rest replicated", mesh, experts, (("E", MODEL),), least=LEAST)
         yield HandPlan(
             "FSDP + TP + sequence", mesh, (*heads, ("B", DATA), ("S", MODEL)),
             (*heads, ("D", DATA)), least=LEAST,
         )  # fmt: skip
-        yield HandPlan("FSDP", mesh, (("B", ALL),), fsdp, least=LEAST)
     yield HandPlan("ZeRO-1", meshes[0], (("B", ALL),), (), fsdp, LEAST)
     yield HandPlan("data parallel", meshes[0], (("B", ALL),))
 
 
 def _tables(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
     batch: Where = (("B", ALL),)
-    for mesh in meshes:
-        yield HandPlan("rows of large tables", mesh, batch, (("V", ALL),), least=10_000_000)
-        yield HandPlan("columns of large tables", mesh, batch, (("D", ALL),), least=10_000_000)
-        yield HandPlan("rows of all tables", mesh, batch, (("V", ALL),), least=LEAST)
-        yield HandPlan("columns of all tables", mesh, batch, (("D", ALL),), least=LEAST)
-        if mesh != meshes[0]:
-            yield HandPlan(
-                "rows over one axis, columns over the other", mesh, batch,
-                (("V", DATA), ("D", MODEL)), least=10_000_000,
-            )  # fmt: skip
-            yield HandPlan("columns over one axis", mesh, batch, (("D", MODEL),), least=10_000_000)
+    large = 10_000_000
+    yield HandPlan("columns of all tables", meshes[0], batch, (("D", ALL),), least=LEAST)
+    yield HandPlan("columns of large tables", meshes[0], batch, (("D", ALL),), least=large)
+    yield HandPlan("rows of all tables", meshes[0], batch, (("V", ALL),), least=LEAST)
+    yield HandPlan("rows of large tables", meshes[0], batch, (("V", ALL),), least=large)
+    for mesh in meshes[1:]:
+        yield HandPlan(
+            "rows over one axis, columns over the other", mesh, batch,
+            (("V", DATA), ("D", MODEL)), least=large,
+        )  # fmt: skip
+        yield HandPlan("columns over one axis", mesh, batch, (("D", MODEL),), least=large)
     yield HandPlan("data parallel", meshes[0], batch)
     yield HandPlan("ZeRO-1", meshes[0], batch, (), (("V", ALL),), LEAST)
 
@@ -120,12 +141,12 @@ def _images(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
     yield HandPlan("ZeRO-1", line, batch, (), store, LEAST)
     yield HandPlan("FSDP", line, batch, store, least=LEAST)
     for mesh in meshes[1:]:
-        yield HandPlan("data parallel", mesh, batch)
-        yield HandPlan("ZeRO-1", mesh, batch, (), store, LEAST)
+        yield HandPlan("HSDP", mesh, batch, (("O", MODEL),), least=LEAST)
         yield HandPlan(
             "channels split", mesh, (("B", DATA), ("O", MODEL)), (("O", MODEL),), least=LEAST
         )
-        yield HandPlan("HSDP", mesh, batch, (("O", MODEL),), least=LEAST)
+        yield HandPlan("rows of pixels split", mesh, (("B", DATA), ("Y", MODEL)))
+        yield HandPlan("ZeRO-1 over one axis", mesh, batch, (), (("O", MODEL),), LEAST)
 
 
 def _serving(meshes: tuple[str, ...]) -> Iterator[HandPlan]:

@@ -31,18 +31,22 @@ class Workload:
 
     @property
     def device_count(self) -> int:
-        shape, _, slices = self.target.partition(":")[2].partition("*")
-        count = int(slices or 1)
+        shape = self.target.partition(":")[2].partition("*")[0]
+        count = self.slice_count
         for n in shape.split("x"):
             count *= int(n)
         return count
 
     @property
+    def slice_count(self) -> int:
+        return int(self.target.partition("*")[2] or 1)
+
+    @property
     def meshes(self) -> tuple[str, ...]:
         """Three mesh shapes, from no second axis to a wide one; one of them has an axis of slices
         where there are any."""
-        n, slices = self.device_count, int(self.target.partition("*")[2] or 1)
-        wide = 4 if slices == 1 else n // slices
+        n = self.device_count
+        wide = 4 if self.slice_count == 1 else n // self.slice_count
         return (f"data={n}", f"data={n // 2},model=2", f"data={n // wide},model={wide}")
 
     @property
