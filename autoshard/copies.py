@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.cost import Choices, copies, stored_bytes
+from autoshard.copying import stored_bytes
+from autoshard.cost import Choices, copies
 from autoshard.graph import Kind
 from autoshard.problem import Usage
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from autoshard import collectives, roofline
+from autoshard import roofline
 from autoshard.coarsen import Fold, folded
-from autoshard.fusion import is_matmul
+from autoshard.copying import Copying, stored_bytes
 from autoshard.graph import Graph, Kind, Op, Value
 from autoshard.liveness import Liveness, LiveRange, liveness
 from autoshard.moves import copied, narrowed
@@ -49,19 +49,8 @@ class Choices:
         return Held(self)
 
     @functools.cached_property
-    def matmuls_before(self) -> list[int]:
-        """When the last matmul before each operation runs, in the same loop if in one.
-
-        An asynchronous gather starts then: the compiler hides it behind that matmul.
-        """
-        last: dict[tuple[int, int] | None, int] = {}
-        found = []
-        for op in self.ops:
-            t, span = self.live.runs[id(op)], self.live.spans.get(id(op))
-            found.append(min(t, last.get(span, t)))
-            if is_matmul(op):
-                last[span] = t
-        return found
+    def copying(self) -> Copying:
+        return Copying(self.ops, self.reads, self.live, self.topology, self.donated, GAPS)
 
     def reshard_table(self, op: Op, k: int, value: Value) -> ReshardTable:
         """Returns the ways of a value, read as operand `k`, from sharding to sharding."""
@@ -416,18 +405,6 @@ def _distinct(strategies: Sequence[Strategy]) -> tuple[list[Sharding], np.ndarra
     return list(places), np.array(at, np.int64)
 
 
-def stored_bytes(
-    topology: Topology, value: Value, sharding: Sharding, majors: tuple[int, ...] = ()
-) -> float:
-    """Returns what one device's block of a value takes in memory."""
-    return _stored_bytes(topology, value.shape, value.itemsize, sharding, majors)
-
-
-@functools.lru_cache(maxsize=65536)
-def _stored_bytes(topology: Topology, shape, itemsize, sharding: Sharding, majors) -> float:
-    return topology.chip.stored_bytes(sharding.local_shape(shape, topology.mesh), itemsize, majors)
-
-
 class Held:
     """What the usages of a problem hold, for any choices."""
 
@@ -455,42 +432,15 @@ def peak(choices: Choices, solution: Sequence[int]) -> tuple[float, list[tuple[s
     Beside the usages of the problem, which depend on one choice each, it counts what depends on
     two: copies of operands brought into another sharding.
     """
-    moved = Buffers.of([copied for _, _, copied in copies(choices, solution)])
+    _, moved = choices.copying.buffers(solution)
     buffers = choices.held.buffers(solution).joined(moved)
     return fullest(buffers, choices.live.end, choices.topology.chip.vector_memory_bytes)
 
 
 def copies(choices: Choices, solution: Sequence[int]) -> Iterator[tuple[int, int, Buffer]]:
     """Yields (node, operand number, buffer) of each copy that two choices together call for."""
-    live, topology = choices.live, choices.topology
-    before = choices.matmuls_before
-    for i, k in choices.reads.moved(solution):
-        op = choices.ops[i]
-        value, t = op.operands[k], live.runs[id(op)]
-        if value is None:
-            continue
-        have = choices.sharding_of(value, solution)
-        want = choices.strategies[i][solution[i]].operands[k]
-        size, end = stored_bytes(topology, value, want), t + 1
-        start = before[i] if is_matmul(op) and _is_gathered(have, want, topology) else t
-        if op.kind is Kind.INPUT and choices.donated[int(op.path.removeprefix("in"))]:
-            # What a collective makes cannot be written over an argument still being read.
-            yield i, k, Buffer(0, live.end, size, f"copy of {op.results[0].name}", False)
-            continue
-        if op.kind in (Kind.SLICE, Kind.ENTER):
-            start, end = live.spans[id(op)]
-        elif op.kind is Kind.READ:
-            if id(op.results[0]) in live.fusion.written:
-                size = stored_bytes(topology, value, have)
-            else:
-                end = max(end, live.ends[id(op.results[0])])
-        elif op.kind is not Kind.LEAF:
-            continue
-        yield i, k, Buffer(start, end, size * GAPS, f"{value.name}, resharded", True)
-
-
-def _is_gathered(have: Sharding, want: Sharding, topology: Topology) -> bool:
-    """Whether the way to a sharding is a gather that can run beside compute."""
-    axes = tuple(a for a in have.axes if a not in want.axes)
-    kind = collectives.Kind.ALL_GATHER
-    return bool(axes) and collectives.overlaps(kind, topology, axes)
+    moved, b = choices.copying.buffers(solution)
+    columns = [a.tolist() for a in (moved, b.starts, b.ends, b.sizes, b.temporary)]
+    for r, start, end, size, temporary, label in zip(*columns, b.labels, strict=True):
+        i, k = choices.reads.ends[r][:2]
+        yield i, k, Buffer(start, end, size, label, temporary)

@@ -34,6 +34,7 @@ HEAVY = frozenset(
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce argmax argmin".split()
 )
+_KERNELS = REDUCTIONS | HEAVY  # what no matmul's kernel computes
 RECASTS = frozenset("convert_element_type broadcast_in_dim reshape transpose copy".split())
 # Operations that read only a window of what they are given.
 WINDOWS = frozenset("slice dynamic_slice".split())
@@ -122,8 +123,7 @@ def is_matmul(op: Op) -> bool:
     """Whether an operation runs on the matrix unit; a dot that sums nothing is a product."""
     if op.primitive != "dot_general":
         return op.primitive in MATMULS
-    ((contracted, _), _) = op.eqn.params["dimension_numbers"]
-    return math.prod(op.eqn.invars[0].aval.shape[d] for d in contracted) > 1
+    return op.contracted > 1
 
 
 def final_readers(value: Value, readers: Readers) -> list[Op]:
@@ -401,5 +401,6 @@ def _joins(reader: Op) -> bool:
     """Whether a reader is computed in the kernel of the matmul before it."""
     if reader.kind in ENDS:
         return True
-    plain = reader.primitive not in REDUCTIONS | HEAVY and not is_matmul(reader)
-    return reader.kind is Kind.LEAF and plain
+    if reader.kind is not Kind.LEAF or reader.primitive in _KERNELS:
+        return False
+    return not is_matmul(reader)

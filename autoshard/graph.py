@@ -23,6 +23,8 @@ only a CARRY or INPUT reads a value that is defined later.
 
 import dataclasses
 import enum
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +60,7 @@ class Value:
     itemsize: float  # bytes per element
     name: str  # argument path, or the path of the defining operation
 
-    @property
+    @functools.cached_property
     def size_bytes(self) -> float:
         n = self.itemsize
         for d in self.shape:
@@ -92,6 +94,14 @@ class Op:
 
     def __post_init__(self):
         self.operand_trips = self.operand_trips or (self.trips,) * len(self.operands)
+
+    @functools.cached_property
+    def contracted(self) -> int:
+        """How many products a `dot_general` sums for each element; 1 for everything else."""
+        if self.primitive != "dot_general":
+            return 1
+        ((contracted, _), _) = self.eqn.params["dimension_numbers"]
+        return math.prod(self.eqn.invars[0].aval.shape[d] for d in contracted)
 
     def __str__(self) -> str:
         read = ", ".join("literal" if v is None else v.name for v in self.operands)

@@ -108,9 +108,31 @@ class ShardingProblem:
 
     def objective_s(self, choices: Sequence[int]) -> float:
         """Returns the cost of `choices` (one strategy a node); inf where a pair is forbidden."""
-        own = [node.costs_s[p] for node, p in zip(self.nodes, choices, strict=True)]
-        pairs = [edge.costs_s[choices[edge.a], choices[edge.b]] for edge in self.edges]
-        return math.fsum(own + pairs)
+        costs, node_at, edge_at, columns, a, b = self._costs
+        picked = np.asarray(choices, np.int64)
+        if len(picked) != len(self.nodes):
+            raise ValueError(f"{len(picked)} choices for {len(self.nodes)} nodes")
+        own, pairs = costs[node_at + picked], costs[edge_at + picked[a] * columns + picked[b]]
+        return math.fsum(own.tolist() + pairs.tolist())
+
+    @functools.cached_property
+    def _costs(self) -> tuple[np.ndarray, ...]:
+        """Costs of all nodes and edges, where those of each begin, edges' columns and ends.
+
+        Equal costs that are one object are held once: a program of many layers has few.
+        """
+        nodes, edges = [n.costs_s for n in self.nodes], [e.costs_s for e in self.edges]
+        held = {id(costs): costs for costs in (*nodes, *edges)}
+        sizes = np.array([costs.size for costs in held.values()], np.int64)
+        starts = dict(zip(held, (np.cumsum(sizes) - sizes).tolist(), strict=True))
+        return (
+            np.concatenate([np.zeros(0), *(costs.ravel() for costs in held.values())]),
+            np.array([starts[id(costs)] for costs in nodes], np.int64),
+            np.array([starts[id(costs)] for costs in edges], np.int64),
+            np.array([costs.shape[1] for costs in edges], np.int64),
+            np.array([edge.a for edge in self.edges], np.int64),
+            np.array([edge.b for edge in self.edges], np.int64),
+        )
 
     def usage_bytes(self, choices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the times [T] at which the usage changes and the bytes [T] from then on."""

@@ -33,9 +33,10 @@ class Reads:
         ends = np.array(self.ends, np.int64).reshape(-1, 5).T
         return ends, np.concatenate(self.columns) if self.columns else np.zeros(0, np.int64)
 
-    def moved(self, choices: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (node, operand number) of each read in another sharding than the value's."""
+    def moved(self, choices: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns which reads are in another sharding than the value's, and both shardings."""
         picked = np.asarray(choices, np.int64)
-        (nodes, operands, makers, have, want), numbers = self.arrays
-        differ = numbers[have + picked[makers]] != numbers[want + picked[nodes]]
-        return list(zip(nodes[differ].tolist(), operands[differ].tolist(), strict=True))
+        (nodes, _, makers, have, want), numbers = self.arrays
+        made, wanted = numbers[have + picked[makers]], numbers[want + picked[nodes]]
+        differ = np.flatnonzero(made != wanted)
+        return differ, made[differ], wanted[differ]

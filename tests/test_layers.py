@@ -20,6 +20,7 @@ fusion reads
 resharding roofline liveness moves
 compose shardy primitives rules
 coarsen reductions strategies trace vmem
+copying
 cost
 copies
 baselines answer bound dual kernel lifted peak prices reduce search solve
