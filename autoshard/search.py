@@ -300,10 +300,14 @@ class Narrow:
             start = self.flat.start[i]
             self._place[start + self.kept[i]] = np.arange(len(self.kept[i]))
             stale |= dict.fromkeys(j for j, _ in self.flat.neighbours[i])
+        cut: dict[tuple[int, int], np.ndarray] = {}
         for i in stale:
-            self._neighbours[i] = [
-                (j, m[np.ix_(self.kept[i], self.kept[j])]) for j, m in self.flat.neighbours[i]
-            ]
+            self._neighbours[i] = []
+            for j, m in self.flat.neighbours[i]:
+                part = cut.get((j, i))
+                part = m[self.kept[i][:, None], self.kept[j]] if part is None else part.T
+                cut[i, j] = part
+                self._neighbours[i].append((j, part))
 
     def improve(
         self, costs: list[np.ndarray], x: np.ndarray, free: np.ndarray, rank: np.ndarray
