@@ -4,14 +4,15 @@ A row can hold what one choice decides. How large the copy of an operand is depe
 value lies, and how its reader wants it. Around a solution the first is taken as given.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.copying import stored_bytes
 from autoshard.cost import Choices, copies
 from autoshard.graph import Kind
 from autoshard.problem import Usage
+from autoshard.stored import moved_bytes
 
 
 def copy_usages(choices: Choices, solution: Sequence[int]) -> dict[tuple[int, int], Usage]:
@@ -24,10 +25,12 @@ def copy_usages(choices: Choices, solution: Sequence[int]) -> dict[tuple[int, in
         if value is None:
             continue
         have = choices.sharding_of(value, solution)
-        key = (id(strategies), k, value.shape, value.itemsize, have)
+        given = choices.ops[choices.producer[id(value)][0]].kind is Kind.INPUT
+        key = (id(strategies), k, value.shape, value.itemsize, have, given)
         if key not in sizes:
             wanted = [s.operands[k] for s in strategies]
-            stored = {w: stored_bytes(choices.topology, value, w) for w in dict.fromkeys(wanted)}
+            moved = functools.partial(moved_bytes, choices.topology, value, have, given=given)
+            stored = {w: moved(want=w) for w in dict.fromkeys(wanted)}
             sizes[key] = np.array([0.0 if w == have else stored[w] for w in wanted])
         size = sizes[key]
         scale = buffer.size_bytes / max(1.0, size[solution[i]])

@@ -15,6 +15,7 @@ from autoshard.liveness import Liveness
 from autoshard.reads import Reads
 from autoshard.resharding import table
 from autoshard.sharding import Sharding
+from autoshard.stored import moved_bytes, stored_bytes
 from autoshard.topology import Topology
 from autoshard.vmem import Buffers
 
@@ -38,6 +39,7 @@ class Copying:
     ):
         self.reads, self.topology = reads, topology
         given = {id(op): d for op, d in zip(_inputs(ops), donated, strict=True)}
+        arguments = {id(op.results[0]) for op in _inputs(ops)}
         before = _matmuls_before(ops, live)
         rows, self._values, self.labels, sizes = [], [], [], []
         places: dict[tuple, int] = {}
@@ -77,6 +79,7 @@ class Copying:
         self._kept, self._by_have, self._temporary = kept > 0, by_have > 0, temporary > 0
         self._start, self._end, self._early, self._place = start, end, early, place
         self._sizes = np.concatenate([np.zeros(0), *sizes])
+        self._argument = np.array([id(v) in arguments for v in self._values], bool) & ~self._by_have
 
     def __str__(self) -> str:
         return f"{len(self.labels)} operands, {np.count_nonzero(self._kept)} of them copied"
@@ -87,6 +90,8 @@ class Copying:
         kept = self._kept[moved]
         moved, have, want = moved[kept], have[kept], want[kept]
         size = self._sizes[self._place[moved] + np.where(self._by_have[moved], have, want)]
+        for b in np.flatnonzero(self._argument[moved]).tolist():
+            size[b] = self._gathered_bytes(moved[b], have[b], want[b])
         starts = self._start[moved]
         for b in np.flatnonzero(self._early[moved] < starts).tolist():
             shardings = table(*self._form(moved[b]), self.topology).shardings
@@ -95,6 +100,10 @@ class Copying:
         labels = [self.labels[r] for r in moved.tolist()]
         temporary, scale = self._temporary[moved], self._scale[moved]
         return moved, Buffers(starts, self._end[moved], size * scale, temporary, labels)
+
+    def _gathered_bytes(self, r: int, have: int, want: int) -> float:
+        shardings = table(*self._form(r), self.topology).shardings
+        return moved_bytes(self.topology, self._values[r], shardings[have], shardings[want], True)
 
     def _form(self, r: int) -> tuple[tuple[int, ...], float]:
         return self._values[r].shape, self._values[r].itemsize
@@ -131,15 +140,3 @@ def _stored(topology: Topology, value: Value) -> np.ndarray:
     """Returns what one device's block of a value takes in memory, for each of its shardings."""
     shardings = table(value.shape, value.itemsize, topology).shardings
     return np.array([stored_bytes(topology, value, s) for s in shardings])
-
-
-def stored_bytes(
-    topology: Topology, value: Value, sharding: Sharding, majors: tuple[int, ...] = ()
-) -> float:
-    """Returns what one device's block of a value takes in memory."""
-    return _stored_bytes(topology, value.shape, value.itemsize, sharding, majors)
-
-
-@functools.lru_cache(maxsize=65536)
-def _stored_bytes(topology: Topology, shape, itemsize, sharding: Sharding, majors) -> float:
-    return topology.chip.stored_bytes(sharding.local_shape(shape, topology.mesh), itemsize, majors)

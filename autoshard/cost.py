@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard import roofline
 from autoshard.coarsen import Fold, folded
-from autoshard.copying import Copying, stored_bytes
+from autoshard.copying import Copying
 from autoshard.graph import Graph, Kind, Op, Value
 from autoshard.liveness import Liveness, LiveRange, liveness
 from autoshard.moves import copied, narrowed
@@ -17,6 +17,7 @@ from autoshard.reads import Reads
 from autoshard.reductions import differ, reduction_trips, reductions
 from autoshard.resharding import ReshardTable, table
 from autoshard.sharding import Sharding
+from autoshard.stored import stored_bytes
 from autoshard.strategies import Strategy
 from autoshard.topology import Topology
 from autoshard.vmem import Buffer, Buffers, fullest
@@ -63,9 +64,9 @@ class Choices:
         return self.strategies[node][choices[node]].results[k]
 
 
-# XLA packs its temporaries into one heap, on 35 compiled plans up to a quarter larger than what
-# is alive in it at once; `memory_analysis` counts a part of that twice.
-GAPS = 1.3
+# XLA packs its temporaries into one heap, larger than what is alive in it at once by its gaps,
+# which `memory_analysis` counts twice. For the packing that `compiling` asks for.
+GAPS = 1.05
 
 
 def build(

@@ -73,25 +73,45 @@ class Chip:
         return (max(1, int(self.sublane_bytes // max(itemsize, 1))), self.lanes)
 
     def stored_bytes(
-        self, shape: tuple[int, ...], itemsize: float, majors: tuple[int, ...] = ()
+        self,
+        shape: tuple[int, ...],
+        itemsize: float,
+        majors: tuple[int, ...] = (),
+        like: tuple[int, ...] | None = None,
     ) -> float:
         """Returns what one device's block of an array takes in HBM, two of its dims padded.
 
-        The compiler orders the dims so that the padding is least, `majors` before all others; a
-        second minor dim smaller than the tile shrinks the tile to the next power of two.
+        The compiler orders the dims so that the padding is least, `majors` before all others, or so
+        that it is least for a block of shape `like`, of which this one is gathered; a second minor
+        dim smaller than the tile shrinks the tile to the next power of two.
         """
         size = math.prod(shape) * itemsize
         if not size or not self.sublane_bytes:
             return size
-        rows, lanes = self.tile(itemsize)
+        if len(shape) < 2:
+            return size * min((_padded(n, self.lanes) for n in shape), default=1.0)
+        if like is None or math.prod(like) == 0:
+            return size * self._padding(shape, itemsize, majors)[0]
+        _, d, e = self._padding(like, itemsize, majors)
+        return size * self._padded_by(shape, itemsize, d, e)
+
+    def _padding(
+        self, shape: tuple[int, ...], itemsize: float, majors: tuple[int, ...]
+    ) -> tuple[float, int, int]:
+        """Returns the least padding, and the minor and second minor dims that it takes: the last
+        ones, as JAX has it, if others are no better."""
         dims = [d for d, n in enumerate(shape) if n > 1 and d not in majors]
         if len(dims) < 2:
             dims = range(len(shape))
-        minor = [math.ceil(n / lanes) * lanes / n for n in shape]
-        if len(shape) < 2:
-            return size * min(minor, default=1.0)
-        second = [_padded_rows(n, rows) / n for n in shape]
-        return size * min(minor[d] * second[e] for d in dims for e in dims if d != e)
+        last = [*reversed(dims)]
+        orders = [
+            (self._padded_by(shape, itemsize, d, e), d, e) for d in last for e in last if d != e
+        ]
+        return min(orders, key=lambda order: order[0])
+
+    def _padded_by(self, shape: tuple[int, ...], itemsize: float, minor: int, second: int) -> float:
+        rows, lanes = self.tile(itemsize)
+        return _padded(shape[minor], lanes) * _padded_rows(shape[second], rows) / shape[second]
 
     def move_s(self, shape: tuple[int, ...], itemsize: float) -> float:
         """Returns the seconds to copy one device's block from a buffer to another.
@@ -255,6 +275,10 @@ def from_device_kind(kind: str) -> Hardware:
         f"unknown device kind {kind!r}: give hardware= one of {', '.join(PRESETS)}, an"
         " autoshard.Hardware of your own, or measure it with autoshard.calibrate(mesh)"
     )
+
+
+def _padded(n: int, lanes: int) -> float:
+    return math.ceil(n / lanes) * lanes / n
 
 
 def _padded_rows(n: int, rows: int) -> int:

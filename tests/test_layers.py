@@ -16,7 +16,7 @@ sharding hardware fields factors clock references
 problem
 graph topology
 collectives
-fusion reads
+fusion reads stored
 resharding roofline liveness moves
 compose shardy primitives rules
 coarsen reductions strategies trace vmem

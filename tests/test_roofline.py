@@ -99,3 +99,11 @@ def test_tiles_of_a_matmul(lhs, rhs, use):
 def test_padding_in_memory(shape, itemsize, stored):
     assert V5E.stored_bytes(shape, itemsize) == stored
     assert preset("h100").chip.stored_bytes(shape, itemsize) == np.prod(shape) * itemsize
+
+
+def test_what_is_gathered_lies_as_its_blocks_do():
+    """The TPU compiler gathers weights of 64-wide heads, f32[2,64,16,64] to f32[2,1024,16,64], with
+    the last dim minor, though the second would need no padding."""
+    whole, block = (2, 1024, 16, 64), (2, 64, 16, 64)
+    assert V5E.stored_bytes(whole, 4) == 2 * 1024 * 16 * 64 * 4
+    assert V5E.stored_bytes(whole, 4, like=block) == 2 * 1024 * 16 * 128 * 4
