@@ -62,7 +62,7 @@ def table(rows: Rows) -> str:
     ]
     if xla:
         lines += [
-            "XLA AutoSharding, told to keep to all of the memory, half or a quarter of it, whichever",
+            "XLA AutoSharding, told to keep to all, half or a quarter of the memory, whichever",
             f"serves it best, over ours, geometric mean over {len(xla)} workloads: "
             f"{mean(list(xla.values())):.2f}.",
         ]
