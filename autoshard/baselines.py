@@ -93,7 +93,7 @@ class _Wiring:
         found = []
         for k, value in enumerate(op.operands):
             if value is not None:
-                i, r = self.choices.producer[id(value)]
+                i, r = self.choices.producer[value]
                 found.append((k, (self.classes[i], r)))
         return found
 

@@ -25,7 +25,7 @@ def copy_usages(choices: Choices, solution: Sequence[int]) -> dict[tuple[int, in
         if value is None:
             continue
         have = choices.sharding_of(value, solution)
-        given = choices.ops[choices.producer[id(value)][0]].kind is Kind.INPUT
+        given = choices.ops[choices.producer[value][0]].kind is Kind.INPUT
         key = (id(strategies), k, value.shape, value.itemsize, have, given)
         if key not in sizes:
             wanted = [s.operands[k] for s in strategies]
@@ -34,7 +34,7 @@ def copy_usages(choices: Choices, solution: Sequence[int]) -> dict[tuple[int, in
             sizes[key] = np.array([0.0 if w == have else stored[w] for w in wanted])
         size = sizes[key]
         scale = buffer.size_bytes / max(1.0, size[solution[i]])
-        if choices.ops[i].kind is Kind.READ and id(choices.ops[i].results[0]) in (
+        if choices.ops[i].kind is Kind.READ and choices.ops[i].results[0] in (
             choices.live.fusion.written
         ):
             size, scale = np.minimum(size, 1.0), buffer.size_bytes  # the value, not its copy

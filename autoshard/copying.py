@@ -38,8 +38,8 @@ class Copying:
         gaps: float,
     ):
         self.reads, self.topology = reads, topology
-        given = {id(op): d for op, d in zip(_inputs(ops), donated, strict=True)}
-        arguments = {id(op.results[0]) for op in _inputs(ops)}
+        given = {op: d for op, d in zip(_inputs(ops), donated, strict=True)}
+        arguments = {op.results[0] for op in _inputs(ops)}
         before = _matmuls_before(ops, live)
         rows, self._values, self.labels, sizes = [], [], [], []
         places: dict[tuple, int] = {}
@@ -54,7 +54,7 @@ class Copying:
                 places[form] = count
                 count += len(sizes[-1])
             self._values.append(value)
-            t = live.runs[id(op)]
+            t = live.runs[op]
             start, end, early, by_have = t, t + 1, t, False
             temporary, label = True, f"{value.name}, resharded"
             if op.kind is Kind.INPUT:
@@ -62,14 +62,14 @@ class Copying:
                 start, end, early, temporary = 0, live.end, 0, False
                 label = f"copy of {op.results[0].name}"
             elif op.kind in (Kind.SLICE, Kind.ENTER):
-                start, end = live.spans[id(op)]
+                start, end = live.spans[op]
                 early = start
             elif op.kind is Kind.READ:
-                by_have = id(op.results[0]) in live.fusion.written
-                end = end if by_have else max(end, live.ends[id(op.results[0])])
+                by_have = op.results[0] in live.fusion.written
+                end = end if by_have else max(end, live.ends[op.results[0]])
             elif is_matmul(op):
                 early = before[i]
-            kept = op.kind in COPIED or given.get(id(op), False)
+            kept = op.kind in COPIED or given.get(op, False)
             scale = gaps if temporary else 1.0
             rows.append((kept, start, end, early, by_have, temporary, places[form], scale))
             self.labels.append(label)
@@ -79,7 +79,7 @@ class Copying:
         self._kept, self._by_have, self._temporary = kept > 0, by_have > 0, temporary > 0
         self._start, self._end, self._early, self._place = start, end, early, place
         self._sizes = np.concatenate([np.zeros(0), *sizes])
-        self._argument = np.array([id(v) in arguments for v in self._values], bool) & ~self._by_have
+        self._argument = np.array([v in arguments for v in self._values], bool) & ~self._by_have
 
     def __str__(self) -> str:
         return f"{len(self.labels)} operands, {np.count_nonzero(self._kept)} of them copied"
@@ -121,7 +121,7 @@ def _matmuls_before(ops: Sequence[Op], live: Liveness) -> list[int]:
     last: dict[tuple[int, int] | None, int] = {}
     found = []
     for op in ops:
-        t, span = live.runs[id(op)], live.spans.get(id(op))
+        t, span = live.runs[op], live.spans.get(op)
         found.append(min(t, last.get(span, t)))
         if is_matmul(op):
             last[span] = t

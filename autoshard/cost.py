@@ -30,7 +30,7 @@ class Choices:
 
     ops: tuple[Op, ...]
     strategies: tuple[tuple[Strategy, ...], ...]
-    producer: Mapping[int, tuple[int, int]]  # id of value -> (node, result number)
+    producer: Mapping[Value, tuple[int, int]]  # (node, result number)
     live: Liveness
     topology: Topology
     problem: ShardingProblem
@@ -38,7 +38,7 @@ class Choices:
     edge_ties: tuple[np.ndarray, ...]  # [S of a, S of b] of each edge
     donated: tuple[bool, ...]  # of each INPUT, in order
     reads: Reads = dataclasses.field(default_factory=Reads)
-    narrow: frozenset[tuple[int, int]] = frozenset()  # id of operation, operand: moved in 2 bytes
+    narrow: frozenset[tuple[Op, int]] = frozenset()  # operation, operand: moved in 2 bytes
 
     @functools.cached_property
     def fold(self) -> Fold | None:
@@ -55,12 +55,12 @@ class Choices:
 
     def reshard_table(self, op: Op, k: int, value: Value) -> ReshardTable:
         """Returns the ways of a value, read as operand `k`, from sharding to sharding."""
-        itemsize = 2 if (id(op), k) in self.narrow else value.itemsize
+        itemsize = 2 if (op, k) in self.narrow else value.itemsize
         return table(value.shape, itemsize, self.topology)
 
     def sharding_of(self, value: Value, choices: Sequence[int]) -> Sharding:
         """Returns the sharding in which a value is produced."""
-        node, k = self.producer[id(value)]
+        node, k = self.producer[value]
         return self.strategies[node][choices[node]].results[k]
 
 
@@ -115,9 +115,7 @@ class _Pricing:
         self.topology, self.live, self.donated = topology, live, donated
         self.copied = copied(ops, live.fusion, donated)
         self.narrow = narrowed(ops) if topology.chip.sublane_bytes else frozenset()
-        self.producer = {
-            id(v): (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)
-        }
+        self.producer = {v: (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)}
         self.reads = Reads()
         self._indices: dict[tuple, np.ndarray] = {}
         self._matrices: dict[tuple, tuple[np.ndarray, np.ndarray, bool]] = {}
@@ -185,7 +183,7 @@ class _Pricing:
 
     def _move_s(self, i: int) -> np.ndarray | None:
         """Returns [S] the seconds in which a border copies what passes it, in one trip."""
-        role = self.copied.get(id(self.ops[i]))
+        role = self.copied.get(self.ops[i])
         if role is None:
             return None
         (value,) = getattr(self.ops[i], role)[:1]
@@ -270,9 +268,9 @@ class _Pricing:
         found, ties = [], []
         for i, op in enumerate(self.ops):
             for k, value in enumerate(op.operands):
-                if value is None or not value.shape or id(value) in self.live.fusion.free:
+                if value is None or not value.shape or value in self.live.fusion.free:
                     continue
-                a, r = self.producer[id(value)]
+                a, r = self.producer[value]
                 want = self.indices(i, "operands", k, value)
                 self.reads.add(i, k, a, self.indices(a, "results", r, value), want)
                 if a == i:
@@ -294,10 +292,10 @@ class _Pricing:
         the total.
         """
         for i, op in enumerate(self.ops):
-            total = self.live.summed.get(id(op))
+            total = self.live.summed.get(op)
             if total is None:
                 continue
-            c, _ = self.producer[id(total.carry.results[0])]
+            c, _ = self.producer[total.carry.results[0]]
             once, each = self.live.reduction_trips(op), op.trips
             kept = np.array([not s.scattered for s in self.strategies[i]])
             more_s = kept * self._collective_s(i) * (each / once - 1)
@@ -322,7 +320,7 @@ class _Pricing:
         """Returns the costs and the steps [S_a, S_b], and whether any costs something; the same
         objects wherever they are equal."""
         ends = (id(self.strategies[a]), r, id(self.strategies[b]), k)
-        itemsize = 2 if (id(self.ops[b]), k) in self.narrow else value.itemsize
+        itemsize = 2 if (self.ops[b], k) in self.narrow else value.itemsize
         key = (*ends, value.shape, itemsize, trips, donated)
         if key not in self._matrices:
             place = np.ix_(
@@ -337,10 +335,10 @@ class _Pricing:
 
     def usages(self) -> list[Usage]:
         found = []
-        position = {id(op): i for i, op in enumerate(self.ops)}
+        position = {op: i for i, op in enumerate(self.ops)}
         inputs = iter(self.donated)
         for live in self.live.ranges:
-            i = position[id(live.op)]
+            i = position[live.op]
             size = self._range_bytes(i, live)
             if live.op.kind is Kind.INPUT:
                 kept = not next(inputs) and live.op.operands
@@ -361,7 +359,7 @@ class _Pricing:
         not where a loop only takes slices of it.
         """
         rows, lanes = self.topology.chip.tile(4)
-        if len(value.shape) < 3 or not self.ops[i].operands or id(self.ops[i]) in self.copied:
+        if len(value.shape) < 3 or not self.ops[i].operands or self.ops[i] in self.copied:
             return np.zeros(len(size))
         shardings = [s.results[0] for s in self.strategies[i]]
         local = [s.local_shape(value.shape, self.topology.mesh) for s in shardings]
@@ -370,8 +368,8 @@ class _Pricing:
     def _partial_usages(self, i: int) -> list[Usage]:
         """Partial sums: until they are combined, or scattered, which waits for the loop's end."""
         op, live = self.ops[i], self.live
-        start = live.runs[id(op)]
-        end = live.spans.get(id(op), (start, start + 1))[1]
+        start = live.runs[op]
+        end = live.spans.get(op, (start, start + 1))[1]
         reduced, scattered, some = self._reduced_of(i)
         found = []
         for k, value in enumerate(op.results if some else ()):

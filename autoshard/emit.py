@@ -49,7 +49,7 @@ def constraints(choices: Choices, solution: Sequence[int]) -> Constraints:
         strategy = choices.strategies[i][solution[i]]
         if op.kind not in (Kind.READ, Kind.CONST, Kind.OUTPUT):
             for k, value in enumerate(op.results):
-                if id(value) in choices.live.fusion.free:
+                if value in choices.live.fusion.free:
                     continue  # left open, Shardy computes it anew for each reader
                 if value.shape and _can_constrain(value.dtype):
                     results[op.path, k] = reached(op, strategy, k)
@@ -109,7 +109,7 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
                     )
                 )  # fmt: skip
         strategy = choices.strategies[i][solution[i]]
-        summed = choices.live.summed.get(id(op))
+        summed = choices.live.summed.get(op)
         total = summed and choices.sharding_of(summed.carry.results[0], solution)
         trips = reduction_trips(op, strategy, choices.live, total)
         for kind, axes, size, seconds in reductions(op, strategy, choices.topology):
@@ -128,7 +128,7 @@ def _reshards(
     """Yields (operand number, steps) where an operand is not yet as the strategy wants it."""
     strategy = choices.strategies[i][solution[i]]
     for k, value in enumerate(op.operands):
-        if value is None or not value.shape or id(value) in choices.live.fusion.free:
+        if value is None or not value.shape or value in choices.live.fusion.free:
             continue
         have, want = choices.sharding_of(value, solution), strategy.operands[k]
         if have != want:

@@ -38,8 +38,10 @@ _KERNELS = REDUCTIONS | HEAVY  # what no matmul's kernel computes
 RECASTS = frozenset("convert_element_type broadcast_in_dim reshape transpose copy".split())
 # Operations that read only a window of what they are given.
 WINDOWS = frozenset("slice dynamic_slice".split())
-ENDS = (Kind.STACK, Kind.OUTPUT, Kind.INPUT, Kind.CARRY)  # have buffers for what they read
-ALIASES = (Kind.ENTER, Kind.EXIT, Kind.READ, Kind.JOIN)
+ENDS = frozenset(
+    (Kind.STACK, Kind.OUTPUT, Kind.INPUT, Kind.CARRY)
+)  # have buffers for what they read
+ALIASES = frozenset((Kind.ENTER, Kind.EXIT, Kind.READ, Kind.JOIN))
 
 # Vector operations for an element; 1 where not listed. Of the TPU compiler's estimates for softmax.
 SLOW = (
@@ -51,7 +53,7 @@ VECTOR_OPS: dict[str, float] = {str(name): 20.0 for name in SLOW.split()}
 VECTOR_OPS |= {str(name): 0.0 for name in MOVES.split()}
 MAX_WORK = 64  # operations that several readers would each repeat
 
-Readers = dict[int, list[tuple[Op, int]]]  # id of a value -> operations and operand numbers
+Readers = dict[Value, list[tuple[Op, int]]]  # operations and operand numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,28 +81,30 @@ class Fusion:
     """How values come to be.
 
     Attributes:
-      stored: ids of the values that stand in memory, aliases included.
-      written: ids of the values that have a buffer of their own.
-      ended: ids of the values that are computed right into the buffer of a border: a result, a
+      stored: values that stand in memory, aliases included.
+      written: values that have a buffer of their own.
+      ended: values that are computed right into the buffer of a border: a result, a
         stack, the next carry.
-      free: ids of the values that are a scalar or an index all over, or computed elementwise from
+      free: values that are a scalar or an index all over, or computed elementwise from
         such that depend on no argument (masks): never worth a buffer, and each reader has its own.
-      kernels: by id of operation; only operations that have one.
+      kernels: only of operations that have one.
     """
 
-    stored: frozenset[int]
-    written: frozenset[int]
-    ended: frozenset[int]
-    free: frozenset[int]
-    kernels: dict[int, Kernel]
+    stored: frozenset[Value]
+    written: frozenset[Value]
+    ended: frozenset[Value]
+    free: frozenset[Value]
+    kernels: dict[Op, Kernel]
 
 
 def readers_of(ops: tuple[Op, ...]) -> Readers:
     found: Readers = {}
     for op in ops:
         for k, value in enumerate(op.operands):
-            if value is not None:
-                found.setdefault(id(value), []).append((op, k))
+            if value in found:
+                found[value].append((op, k))
+            elif value is not None:
+                found[value] = [(op, k)]
     return found
 
 
@@ -109,13 +113,13 @@ def fusion(ops: tuple[Op, ...], readers: Readers) -> Fusion:
     analysis = _Analysis(ops, readers)
     for op in ops:
         analysis.visit(op)
-    kernels = {id(op): analysis.kernel(op) for op in ops if op.kind is Kind.LEAF}
+    kernels = {op: analysis.kernel(op) for op in ops if op.kind is Kind.LEAF}
     return Fusion(
         stored=frozenset(analysis.stored),
         written=frozenset(analysis.written),
         ended=frozenset(analysis.ended),
         free=frozenset(analysis.free),
-        kernels={i: k for i, k in kernels.items() if k is not None},
+        kernels={op: k for op, k in kernels.items() if k is not None},
     )
 
 
@@ -128,37 +132,41 @@ def is_matmul(op: Op) -> bool:
 
 def final_readers(value: Value, readers: Readers) -> list[Op]:
     """Returns the distinct operations that read a value, looking through READs."""
-    found: dict[int, Op] = {}
-    for reader, _ in readers.get(id(value), ()):
+    direct = readers.get(value, ())
+    if len(direct) == 1:
+        ((reader, _),) = direct
+        return final_readers(reader.results[0], readers) if reader.kind is Kind.READ else [reader]
+    found: dict[Op, None] = {}
+    for reader, _ in direct:
         if reader.kind is Kind.READ:
-            found |= {id(r): r for r in final_readers(reader.results[0], readers)}
+            found |= dict.fromkeys(final_readers(reader.results[0], readers))
         else:
-            found[id(reader)] = reader
-    return list(found.values())
+            found[reader] = None
+    return list(found)
 
 
 class _Analysis:
     def __init__(self, ops: tuple[Op, ...], readers: Readers):
         self.readers = readers
-        self.order = {id(op): t for t, op in enumerate(ops)}
-        self.inside: set[int] = set()  # between a matmul and where its readers run together
-        self.origin: dict[int, int] = {}  # id of a pending value -> of the matmul's result
-        self.stored: set[int] = set()
-        self.written: set[int] = set()
-        self.resident: set[int] = set()  # outlives every reader
-        self.pending: set[int] = set()
-        self.chain: dict[int, tuple[Value, ...]] = {}
-        self.work: dict[int, int] = {}  # id of a pure value -> operations to compute it
-        self.free: set[int] = set()
-        self.constant: set[int] = set()  # depends on no argument
-        self.filled: set[int] = set()  # one scalar or index all over
-        self.ended: set[int] = set()
-        self.updates: dict[int, Root] = {}  # what the kernels of the new state read so far
-        self.maker: dict[int, Op] = {}
+        self.order = {op: t for t, op in enumerate(ops)}
+        self.inside: set[Value] = set()  # between a matmul and where its readers run together
+        self.origin: dict[Value, Value] = {}  # of a pending value: the matmul's result
+        self.stored: set[Value] = set()
+        self.written: set[Value] = set()
+        self.resident: set[Value] = set()  # outlives every reader
+        self.pending: set[Value] = set()
+        self.chain: dict[Value, tuple[Value, ...]] = {}
+        self.work: dict[Value, int] = {}  # operations to compute a pure value
+        self.free: set[Value] = set()
+        self.constant: set[Value] = set()  # depends on no argument
+        self.filled: set[Value] = set()  # one scalar or index all over
+        self.ended: set[Value] = set()
+        self.updates: dict[Value, Root] = {}  # what the kernels of the new state read so far
+        self.maker: dict[Value, Op] = {}
 
     def visit(self, op: Op) -> None:
         for value in op.results:
-            self.maker[id(value)] = op
+            self.maker[value] = op
             if op.kind is Kind.LEAF:
                 self._leaf(op, value)
             else:
@@ -167,98 +175,101 @@ class _Analysis:
     def _border(self, op: Op, value: Value) -> None:
         source = op.operands[0] if op.operands else None
         if op.kind in (Kind.INPUT, Kind.CONST, Kind.CARRY):
-            self.resident.add(id(value))
+            self.resident.add(value)
             self._write(value)
-        elif op.kind in (Kind.ENTER, Kind.READ) and source is not None and id(source) in self.free:
-            self.free.add(id(value))
-            if id(source) in self.filled:
-                self.filled.add(id(value))
-            if op.kind is Kind.READ and id(source) in self.constant:
-                self.constant.add(id(value))
+        elif op.kind in (Kind.ENTER, Kind.READ) and source is not None and source in self.free:
+            self.free.add(value)
+            if source in self.filled:
+                self.filled.add(value)
+            if op.kind is Kind.READ and source in self.constant:
+                self.constant.add(value)
         elif op.kind in (Kind.OUTPUT, Kind.STACK, Kind.EXIT, Kind.JOIN):
             self._write(value)
         elif op.kind is Kind.SLICE:
-            self.stored.add(id(value))
+            self.stored.add(value)
             if any(r.primitive in HEAVY for r in final_readers(value, self.readers)):
-                self.written.add(id(value))
-        elif op.kind is Kind.ENTER and source is not None and id(source) in self.stored:
-            self.stored.add(id(value))
-            self.resident.add(id(value))
+                self.written.add(value)
+        elif op.kind is Kind.ENTER and source is not None and source in self.stored:
+            self.stored.add(value)
+            self.resident.add(value)
         elif op.kind is Kind.READ and source is not None:
-            self.work[id(value)] = self.work.get(id(source), 0)
-            if id(source) in self.stored:
-                self.stored.add(id(value))
-                if id(source) in self.written and id(source) not in self.resident:
-                    self.written.add(id(value))
-            elif id(source) in self.pending:
-                self.pending.add(id(value))
-                self.chain[id(value)] = (*self.chain[id(source)], value)
-                self.origin[id(value)] = self.origin[id(source)]
+            self.work[value] = self.work.get(source, 0)
+            if source in self.stored:
+                self.stored.add(value)
+                if source in self.written and source not in self.resident:
+                    self.written.add(value)
+            elif source in self.pending:
+                self.pending.add(value)
+                self.chain[value] = (*self.chain[source], value)
+                self.origin[value] = self.origin[source]
 
     def _write(self, value: Value) -> None:
-        self.stored.add(id(value))
-        self.written.add(id(value))
+        self.stored.add(value)
+        self.written.add(value)
 
     def _leaf(self, op: Op, value: Value) -> None:
-        if op.primitive in HEAVY or op.primitive in REDUCTIONS or _moves_elements(op):
+        if op.primitive in _KERNELS or _moves_elements(op):
             self._write(value)
             return
         found = final_readers(value, self.readers)
-        if all(v is None or id(v) in self.constant for v in op.operands):
-            self.constant.add(id(value))
-        if self._fills(op):
-            self.filled.add(id(value))
-        if id(value) in self.filled or self._masks(op, value, found):
-            self.free.add(id(value))
+        operands = [v for v in op.operands if v is not None]
+        if self.constant.issuperset(operands):
+            self.constant.add(value)
+        if self._fills(op, operands):
+            self.filled.add(value)
+        if value in self.filled or self._masks(op, value, operands, found):
+            self.free.add(value)
             return
-        self._part(op)
-        if op.primitive == "dot_general" and not is_matmul(op):
-            for operand in op.operands:
-                if operand is not None and self._is_pending(operand):
-                    self._keep(operand)  # rather than the larger product
-        if any(not _takes(r, value) for r in found):
+        waits = not self.pending.isdisjoint(operands)
+        if waits:
+            self._part(op, operands)
+            waits = not self.pending.isdisjoint(operands)
+        matmul = is_matmul(op)
+        if not all([_takes(r, value) for r in found]):
             self._write(value)
-        elif id(value) in self.inside:
-            self._carry(op, value)
-        elif is_matmul(op) or any(self._is_pending(v) for v in op.operands):
-            self._carry(op, value)
-            self.chain[id(value)] = self._chain(op, value)
+        elif value in self.inside:
+            self._carry(value, operands)
+        elif matmul or waits:
+            self._carry(value, operands)
+            self.chain[value] = self._chain(value, operands)
             if not (len(found) == 1 and _joins(found[0])) and not self._rejoins(value):
                 self._keep(value)
-        elif len(found) > 1 and (self._is_narrower(op) or self._is_costly(value, found)):
-            self._write(value)
-        elif len(found) > 1 and self._work(op) > MAX_WORK:
+        else:
+            self._compute(op, value, operands, found)
+        if value not in self.stored and any([r.kind in ENDS for r in found]):
+            self.ended.add(value)
+
+    def _compute(self, op: Op, value: Value, operands: list[Value], found: list[Op]) -> None:
+        """Leaves a value to its readers to compute, unless several would do so at a high cost."""
+        work = 1 + sum([self.work.get(v, 0) for v in operands])
+        if len(found) > 1 and (
+            self._is_narrower(op) or self._is_costly(value, found) or work > MAX_WORK
+        ):
             self._write(value)
         else:
-            self.work[id(value)] = self._work(op)
-        if id(value) not in self.stored and any(r.kind in ENDS for r in found):
-            self.ended.add(id(value))
+            self.work[value] = work
 
-    def _work(self, op: Op) -> int:
-        """Returns how many operations it takes to compute a result of `op` from stored values."""
-        return 1 + sum(self.work.get(id(v), 0) for v in op.operands if v is not None)
-
-    def _carry(self, op: Op, value: Value) -> None:
+    def _carry(self, value: Value, operands: list[Value]) -> None:
         """Marks a result as still on its way, and notes which matmul it comes from."""
-        self.pending.add(id(value))
-        self.chain.setdefault(id(value), (value,))
-        sources = [v for v in op.operands if self._is_pending(v)]
-        self.origin[id(value)] = self.origin[id(sources[-1])] if sources else id(value)
+        self.pending.add(value)
+        self.chain.setdefault(value, (value,))
+        sources = [v for v in operands if v in self.pending]
+        self.origin[value] = self.origin[sources[-1]] if sources else value
 
     def _rejoins(self, value: Value) -> bool:
         """Whether all that is computed from a value runs together again in one elementwise result.
 
         Then one kernel computes it, and only that result may need a buffer.
         """
-        left = {id(value): final_readers(value, self.readers)}
-        inside: list[int] = []
+        left = {value: final_readers(value, self.readers)}
+        inside: list[Value] = []
         for _ in range(MAX_WORK):
             ahead = [r for readers in left.values() for r in readers]
             if not ahead or not all(_joins(r) and r.kind is Kind.LEAF for r in ahead):
                 return False
             if any(len(r.results) > 1 for r in ahead):
                 return False
-            reader = min(ahead, key=lambda r: self.order[id(r)])
+            reader = min(ahead, key=lambda r: self.order[r])
             for source, readers in list(left.items()):
                 left[source] = [r for r in readers if r is not reader]
                 if not left[source]:
@@ -267,55 +278,56 @@ class _Analysis:
             if not left:
                 self.inside |= set(inside)
                 return True
-            inside.append(id(result))
-            left[id(result)] = final_readers(result, self.readers)
+            inside.append(result)
+            left[result] = final_readers(result, self.readers)
         return False
 
-    def _part(self, op: Op) -> None:
-        """Writes all but the last of several matmuls that an operation would join."""
-        pending = {
-            self.origin[id(v)]: v for v in op.operands if v is not None and self._is_pending(v)
-        }
-        for value in list(pending.values())[:-1]:
+    def _part(self, op: Op, operands: list[Value]) -> None:
+        """Writes all but the last of several matmuls that an operation would join.
+
+        All of them before a product of a `dot_general`: rather than that, which is larger.
+        """
+        waiting = {self.origin[v]: v for v in operands if v in self.pending}
+        for value in list(waiting.values())[:-1]:
             self._keep(value)
+        if op.primitive == "dot_general" and not is_matmul(op):
+            for value in operands:
+                if value in self.pending:
+                    self._keep(value)
 
     def _keep(self, value: Value) -> None:
         """Writes a matmul's result, or the form of it that is worth a buffer."""
-        chain = self.chain[id(value)]
-        self.pending -= {id(v) for v in chain}
+        chain = self.chain[value]
+        self.pending.difference_update(chain)
         self._write(chain[0])
 
-    def _is_pending(self, value: Value | None) -> bool:
-        return value is not None and id(value) in self.pending
-
-    def _chain(self, op: Op, value: Value) -> tuple[Value, ...]:
+    def _chain(self, value: Value, operands: list[Value]) -> tuple[Value, ...]:
         """Returns the values from the one to write, should a buffer be needed, to `value`.
 
         That is an earlier and narrower one if only casts and scalars stand between.
         """
-        arrays = [v for v in op.operands if v is not None and v.shape and id(v) not in self.filled]
-        if len(arrays) != 1 or id(arrays[0]) not in self.pending:
+        arrays = [v for v in operands if v.shape and v not in self.filled]
+        if len(arrays) != 1 or arrays[0] not in self.pending:
             return (value,)
-        before = self.chain.get(id(arrays[0]), (arrays[0],))
+        before = self.chain.get(arrays[0], (arrays[0],))
         narrower = before[0].size_bytes < value.size_bytes
         return (*before, value) if narrower else (value,)
 
-    def _fills(self, op: Op) -> bool:
+    def _fills(self, op: Op, operands: list[Value]) -> bool:
         """Whether an operation only fills an array with a scalar or an index."""
-        if all(v is None or not v.shape for v in op.operands):
+        if not any([v.shape for v in operands]):
             return True
-        source = op.operands[0]
-        return op.primitive in RECASTS and source is not None and id(source) in self.filled
+        return op.primitive in RECASTS and op.operands[0] in self.filled
 
-    def _masks(self, op: Op, value: Value, found: list[Op]) -> bool:
+    def _masks(self, op: Op, value: Value, operands: list[Value], found: list[Op]) -> bool:
         """Whether a result follows from scalars and indices alone, for readers that compute it.
 
         Shardy then computes it anew for each reader, in the sharding that this one wants.
         """
-        if is_matmul(op) or id(value) not in self.constant:
+        if value not in self.constant or is_matmul(op):
             return False
-        free = all(v is None or not v.shape or id(v) in self.free for v in op.operands)
-        return free and all(_takes(r, value) for r in found)
+        free = all([not v.shape or v in self.free for v in operands])
+        return free and all([_takes(r, value) for r in found])
 
     def _is_costly(self, value: Value, found: list[Op]) -> bool:
         """Whether a matmul and others would each compute the value from several large arrays.
@@ -324,8 +336,8 @@ class _Analysis:
         """
         if not any(is_matmul(r) for r in found):
             return False
-        roots: dict[int, Root] = {}
-        self._roots(value, 0, float("inf"), roots, set())
+        roots: dict[Value, Root] = {}
+        self._roots(value, 0, math.inf, roots, set())
         return sum(r.size_bytes >= value.size_bytes for r in roots.values()) > 1
 
     def _is_narrower(self, op: Op) -> bool:
@@ -333,34 +345,36 @@ class _Analysis:
         source = op.operands[0] if op.operands else None
         if op.primitive != "convert_element_type" or source is None:
             return False
-        return id(source) in self.stored and op.results[0].itemsize < source.itemsize
+        return source in self.stored and op.results[0].itemsize < source.itemsize
 
     def kernel(self, op: Op) -> Kernel | None:
         """Returns the kernel of an operation, which reads each stored value once."""
         matmul = is_matmul(op)
-        if not matmul and not any(id(v) in self.stored or id(v) in self.ended for v in op.results):
+        if not matmul and not any([v in self.stored or v in self.ended for v in op.results]):
             return None
-        found: dict[int, Root] = {}
+        found: dict[Value, Root] = {}
         vector_ops: list[tuple[int, float]] = []
-        seen: set[int] = set()
+        seen: set[Value] = set()
         for k, value in enumerate(op.operands):
             if value is not None:
-                count = self._roots(value, k, float("inf"), found, seen)
+                count = self._roots(value, k, math.inf, found, seen)
                 vector_ops.append((k, count + _vector_ops(op, value, k)))
-        if not matmul and all(id(v) in self.ended for v in op.results):
-            found = {i: root for i, root in found.items() if i not in self.updates}
+        if not matmul and self.ended.issuperset(op.results):
+            found = {v: root for v, root in found.items() if v not in self.updates}
             self.updates |= found
         return Kernel(tuple(found.values()), tuple(vector_ops))
 
-    def _roots(self, value: Value, k: int, window: float, found: dict, seen: set[int]) -> float:
+    def _roots(
+        self, value: Value, k: int, window: float, found: dict[Value, Root], seen: set[Value]
+    ) -> float:
         """Finds the roots of a value, and returns the vector operations between them and it."""
-        if id(value) in seen:
+        if value in seen:
             return 0.0
-        seen.add(id(value))
-        if id(value) in self.stored:
-            found.setdefault(id(value), Root(value, k, min(window, value.size_bytes)))
+        seen.add(value)
+        if value in self.stored:
+            found[value] = Root(value, k, min(window, value.size_bytes))
             return 0.0
-        op = self.maker[id(value)]
+        op = self.maker[value]
         if is_matmul(op):
             return 0.0  # its own kernel reads them
         if op.primitive in WINDOWS:

@@ -32,6 +32,8 @@ from typing import Any
 class Kind(enum.Enum):
     """What an operation is; everything but LEAF, CALL, LOOP and BRANCH is a border."""
 
+    __hash__ = object.__hash__  # an Enum's own is of its name, in Python
+
     LEAF = "leaf"
     CALL = "call"
     LOOP = "loop"
@@ -59,13 +61,10 @@ class Value:
     dtype: str  # NumPy name, "float32"
     itemsize: float  # bytes per element
     name: str  # argument path, or the path of the defining operation
+    size_bytes: float = dataclasses.field(init=False)
 
-    @functools.cached_property
-    def size_bytes(self) -> float:
-        n = self.itemsize
-        for d in self.shape:
-            n *= d
-        return n
+    def __post_init__(self):
+        self.size_bytes = self.itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]"

@@ -20,6 +20,8 @@ from autoshard.fusion import (
 )
 from autoshard.graph import Graph, Kind, Op, Value
 
+ADDING = MATMULS | REDUCTIONS
+
 
 @dataclasses.dataclass(frozen=True)
 class LiveRange:
@@ -57,11 +59,11 @@ class Liveness:
 
     ranges: tuple[LiveRange, ...]
     fusion: Fusion
-    runs: dict[int, int]  # id of operation -> when it runs
-    ends: dict[int, int]  # id of value -> when its last reader is done
-    spans: dict[int, tuple[int, int]]  # id of operation -> first and last time of its loop
+    runs: dict[Op, int]  # when it runs
+    ends: dict[Value, int]  # when its last reader is done
+    spans: dict[Op, tuple[int, int]]  # first and last time of its loop
     end: int  # number of times
-    summed: dict[int, Total]  # id of operation -> what a loop adds its results up to
+    summed: dict[Op, Total]  # what a loop adds its results up to
 
     def reduction_trips(self, op: Op) -> int:
         """Returns how often the partial sums of an operation are combined in a step, at the least.
@@ -69,30 +71,29 @@ class Liveness:
         Once for a whole loop that only adds them up: XLA combines the total, as long as it is
         sharded like what is added.
         """
-        total = self.summed.get(id(op))
+        total = self.summed.get(op)
         return op.trips if total is None else total.carry.operand_trips[0]
 
 
 def liveness(graph: Graph) -> Liveness:
     """Returns the live ranges of a program."""
-    spans: dict[int, tuple[int, int]] = {}
+    spans: dict[Op, tuple[int, int]] = {}
     leaves: list[Op] = []
     _span(graph, None, leaves, spans)
     ops = tuple(leaves)
     readers = readers_of(ops)
     lives = _Lives(ops, fusion(ops, readers), readers, spans)
     ranges = tuple(lives.ranges())
-    ends = {id(v): lives.last_use(v) for op in ops for v in op.results}
-    return Liveness(ranges, lives.fusion, lives.runs, ends, spans, len(ops), lives.summed())
+    return Liveness(ranges, lives.fusion, lives.runs, lives.ends, spans, len(ops), lives.summed())
 
 
 def _span(graph: Graph, loop: tuple[int, int] | None, leaves: list[Op], spans: dict) -> None:
-    """Fills `leaves` in order, and `spans`: id of operation -> first and last time of its loop."""
+    """Fills `leaves` in order, and `spans`: first and last time of each operation's loop."""
     for op in graph.ops:
         if not op.bodies:
             leaves.append(op)
             if loop is not None:
-                spans[id(op)] = loop
+                spans[op] = loop
             continue
         before = len(leaves)
         for body in op.bodies:
@@ -100,93 +101,104 @@ def _span(graph: Graph, loop: tuple[int, int] | None, leaves: list[Op], spans: d
         if op.kind is Kind.LOOP:
             inner = (before, len(leaves))
             for leaf in leaves[before:]:
-                if spans.get(id(leaf), loop) is loop:
-                    spans[id(leaf)] = inner
+                if spans.get(leaf, loop) is loop:
+                    spans[leaf] = inner
 
 
 class _Lives:
     def __init__(self, ops: tuple[Op, ...], fused: Fusion, readers: Readers, spans: dict):
         self.ops, self.fusion, self.readers, self.spans = ops, fused, readers, spans
-        self.times = {id(op): t for t, op in enumerate(ops)}
-        self._ends: dict[int, int] = {}
-        self.runs: dict[int, int] = {}  # id of operation -> when it runs
-        made = {id(v): op for op in ops for v in op.results}
+        self.runs: dict[Op, int] = {}
+        made = {v: op for op in ops for v in op.results}
         for t, op in enumerate(ops):
-            self.runs[id(op)] = self._run(op, t, made)
+            self.runs[op] = self._run(op, t, made) if op in fused.kernels else t
+        self.ends = self._ends()
 
-    def _run(self, op: Op, t: int, made: dict[int, Op]) -> int:
+    def _run(self, op: Op, t: int, made: dict[Value, Op]) -> int:
         """Returns when XLA's scheduler runs an operation: one that frees more than it makes, as
         soon as it can."""
-        kernel = self.fusion.kernels.get(id(op))
-        roots = kernel.roots if kernel else ()
+        roots = self.fusion.kernels[op].roots
         if not roots or sum(v.size_bytes for v in op.results) >= max(r.size_bytes for r in roots):
             return t
-        first = self.spans.get(id(op), (0, 0))[0]
-        return min(t, 1 + max(first, *(self.runs[id(made[id(r.value)])] for r in roots)))
+        first = self.spans.get(op, (0, 0))[0]
+        return min(t, 1 + max(first, *(self.runs[made[r.value]] for r in roots)))
 
     def ranges(self):
         for t, op in enumerate(self.ops):
             for k, value in enumerate(op.results):
-                if id(value) in self.fusion.written:
+                if value in self.fusion.written:
                     start, stop = self._range(op, t, value)
                     if stop > start:
                         yield LiveRange(op, k, value, start, stop)
-            narrow = self._hoisted(op)
+            narrow = self._hoisted(op) if op.kind is Kind.SLICE else None
             if narrow is not None:
-                start, stop = self.spans[id(op)]
+                start, stop = self.spans[op]
                 yield LiveRange(op, 0, narrow, start, stop, operand=0)
 
     def _range(self, op: Op, t: int, value: Value) -> tuple[int, int]:
         if op.kind in (Kind.INPUT, Kind.CONST, Kind.OUTPUT):
             return 0, len(self.ops)
-        start = self.spans[id(op)][0] if op.kind is Kind.STACK else self.runs[id(op)]
-        stop = max(start + 1, self.last_use(value))
+        start = self.spans[op][0] if op.kind is Kind.STACK else self.runs[op]
+        stop = max(start + 1, self.ends[value])
         if op.kind is Kind.CARRY:
-            stop = max(stop, self.spans[id(op)][1])
+            stop = max(stop, self.spans[op][1])
         return start, stop
 
-    def last_use(self, value: Value) -> int:
-        """Returns the time after which nobody needs the value, nor anything computed from it."""
-        if id(value) not in self._ends:
-            self._ends[id(value)] = 0
-            uses = [self._use(r, k, value) for r, k in self.readers.get(id(value), ())]
-            self._ends[id(value)] = max(uses, default=0)
-        return self._ends[id(value)]
+    def _ends(self) -> dict[Value, int]:
+        """Returns the time after which nobody needs a value, nor anything computed from it.
 
-    def _use(self, reader: Op, k: int, value: Value) -> int:
-        if reader.kind in (Kind.ENTER, Kind.SLICE) or (reader.kind is Kind.CARRY and k == 1):
-            return self.spans[id(reader)][1]
-        if reader.kind in (Kind.INPUT, Kind.OUTPUT):
-            return 0  # the result's own buffer is counted there
-        now = self.runs[id(reader)] + (reader.kind not in ALIASES)
-        fused = [v for v in reader.results if id(v) not in self.fusion.written]
-        if is_matmul(reader):
-            fused = []  # its kernel runs once, whoever writes the result
-        return max([now, *(self.last_use(v) for v in fused)])
-
-    def summed(self) -> dict[int, Total]:
-        """Returns the operations whose results a loop does nothing with but add to a carry."""
-        carries = {id(op.results[0]): op for op in self.ops if op.kind is Kind.CARRY}
-        found = {}
+        Readers come after what they read, but for the next carry's.
+        """
+        ends = {v: 0 for op in self.ops for v in op.results}
         for op in self.ops:
-            if op.primitive not in MATMULS | REDUCTIONS or len(op.results) != 1:
+            if op.kind is Kind.CARRY and len(op.operands) > 1 and op.operands[1] is not None:
+                ends[op.operands[1]] = self.spans[op][1]
+        for op in reversed(self.ops):
+            if op.kind in (Kind.INPUT, Kind.OUTPUT):
+                continue  # the result's own buffer is counted there
+            last = self._last_need(op, ends)
+            for k, value in enumerate(op.operands):
+                if (
+                    value is not None
+                    and ends[value] < last
+                    and (k != 1 or op.kind is not Kind.CARRY)
+                ):
+                    ends[value] = last
+        return ends
+
+    def _last_need(self, op: Op, ends: dict[Value, int]) -> int:
+        """Returns until when an operation, or who computes its results, needs its operands."""
+        if op.kind in (Kind.ENTER, Kind.SLICE):
+            return self.spans[op][1]
+        last = self.runs[op] + (op.kind not in ALIASES)
+        if is_matmul(op):
+            return last  # its kernel runs once, whoever writes the result
+        return max([last, *[ends[v] for v in op.results if v not in self.fusion.written]])
+
+    def summed(self) -> dict[Op, Total]:
+        """Returns the operations whose results a loop does nothing with but add to a carry."""
+        carries = {op.results[0]: op for op in self.ops if op.kind is Kind.CARRY}
+        found = {}
+        for op in self.ops if carries else ():
+            if op.primitive not in ADDING or len(op.results) != 1:
                 continue
             total = self._total(op.results[0], carries)
             if total is not None:
-                found[id(op)] = total
+                found[op] = total
         return found
 
-    def _total(self, value: Value, carries: dict[int, Op]) -> Total | None:
+    def _total(self, value: Value, carries: dict[Value, Op]) -> Total | None:
         """Returns what a value is added up to, if that is all that happens to it."""
         dims: tuple[int, ...] | None = tuple(range(len(value.shape)))
         for _ in range(8):
-            readers = self.readers.get(id(value), [])
+            readers = self.readers.get(value, [])
             if len(readers) != 1 or readers[0][0].kind is not Kind.LEAF:
                 return None
             reader, k = readers[0]
             if reader.primitive in ("add", "add_any") and len(reader.operands) == 2:
-                carry = carries.get(id(reader.operands[1 - k]))
-                ends = self.readers.get(id(reader.results[0]), [])
+                other = reader.operands[1 - k]
+                carry = None if other is None else carries.get(other)
+                ends = self.readers.get(reader.results[0], [])
                 only = len(ends) == 1 and ends[0] == (carry, 1)
                 return Total(carry, dims) if carry is not None and only else None
             if reader.primitive not in RECASTS:
@@ -203,10 +215,10 @@ class _Lives:
 
         It does where the first thing that the loop does with a slice is to convert it.
         """
-        if op.kind is not Kind.SLICE or op.operands[0] is None:
+        if op.operands[0] is None:
             return None
         (value,) = op.results
-        found = [r for r, _ in self.readers.get(id(value), ())]
+        found = [r for r, _ in self.readers.get(value, ())]
         stacked = op.operands[0]
         if len(found) != 1 or found[0].primitive != "convert_element_type":
             return None

@@ -16,66 +16,66 @@ from autoshard.graph import Kind, Op, Value
 PASSES = (Kind.READ, Kind.ENTER, Kind.SLICE)  # the value or a part of it, unchanged
 
 
-def copied(ops: Sequence[Op], fusion: Fusion, donated: Sequence[bool]) -> dict[int, str]:
-    """Returns the borders that copy: id of operation -> the role that is copied, "operands" or
+def copied(ops: Sequence[Op], fusion: Fusion, donated: Sequence[bool]) -> dict[Op, str]:
+    """Returns the borders that copy: the role of each that is copied, "operands" or
     "results", each its number 0."""
-    made = {id(v): op for op in ops for v in op.results}
-    found: dict[int, str] = {}
+    made = {v: op for op in ops for v in op.results}
+    found: dict[Op, str] = {}
     inputs = iter(donated)
     for op in ops:
         source = op.operands[0] if op.operands else None
-        if op.kind is Kind.SLICE and id(op.results[0]) in fusion.written:
-            found[id(op)] = "results"
-        elif op.kind is Kind.STACK and source is not None and id(source) in fusion.written:
-            found[id(op)] = "operands"
+        if op.kind is Kind.SLICE and op.results[0] in fusion.written:
+            found[op] = "results"
+        elif op.kind is Kind.STACK and source is not None and source in fusion.written:
+            found[op] = "operands"
         elif op.kind is Kind.INPUT and next(inputs) and source is not None:
             if _is_of_loop(source, op, made, ops):
-                found[id(op)] = "results"
+                found[op] = "results"
     return found
 
 
-def _is_of_loop(value, state: Op, made: dict[int, Op], ops: Sequence[Op]) -> bool:
+def _is_of_loop(value, state: Op, made: dict[Value, Op], ops: Sequence[Op]) -> bool:
     """Whether a state's next value is what a loop stacks that has the state's slices as input."""
-    stack = made[id(value)]
+    stack = made[value]
     while stack.kind in (Kind.EXIT, Kind.READ) and stack.operands[0] is not None:
-        stack = made[id(stack.operands[0])]
+        stack = made[stack.operands[0]]
     if stack.kind is not Kind.STACK:
         return False
     loop = stack.path.rpartition(".")[0]
-    sources = {id(state.results[0])}
+    sources = {state.results[0]}
     for op in ops:
-        if op.kind is Kind.READ and id(op.operands[0]) in sources:
-            sources.add(id(op.results[0]))
-        if op.kind is Kind.SLICE and id(op.operands[0]) in sources:
+        if op.kind is Kind.READ and op.operands[0] in sources:
+            sources.add(op.results[0])
+        if op.kind is Kind.SLICE and op.operands[0] in sources:
             if op.path.rpartition(".")[0] == loop:
                 return True
     return False
 
 
-def narrowed(ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
-    """Returns the reads, (id of operation, operand number), that a TPU moves as bfloat16.
+def narrowed(ops: Sequence[Op]) -> frozenset[tuple[Op, int]]:
+    """Returns the reads, (operation, operand number), that a TPU moves as bfloat16.
 
     At default precision a matmul takes float32 as bfloat16. Where nothing but matmuls want what a
     collective brings of an argument or of a matmul's result, XLA converts before it: of twelve
     small v5e programs, f32 moved in that width after arithmetic and for other readers alone.
     """
     readers = readers_of(tuple(ops))
-    made = {id(v): op for op in ops for v in op.results}
-    wanted: dict[int, bool] = {}
+    made = {v: op for op in ops for v in op.results}
+    wanted: dict[Value, bool] = {}
 
     def by_matmuls(op: Op) -> bool:
         if op.kind is Kind.LEAF:
             return is_matmul(op) and _takes_bfloat16(op)
         if op.kind not in PASSES:
             return False
-        value = id(op.results[0])
+        value = op.results[0]
         if value not in wanted:
             found = [r for r, _ in readers.get(value, ())]
             wanted[value] = bool(found) and all(map(by_matmuls, found))
         return wanted[value]
 
     return frozenset(
-        (id(op), k)
+        (op, k)
         for op in ops
         for k, value in enumerate(op.operands)
         if value is not None
@@ -85,11 +85,11 @@ def narrowed(ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
     )
 
 
-def _is_raw(value: Value, made: dict[int, Op]) -> bool:
+def _is_raw(value: Value, made: dict[Value, Op]) -> bool:
     """Whether a value is an argument or a matmul's result, or a part of one."""
-    op = made[id(value)]
+    op = made[value]
     while op.kind in PASSES and op.operands[0] is not None:
-        op = made[id(op.operands[0])]
+        op = made[op.operands[0]]
     return op.kind is Kind.INPUT or (op.kind is Kind.LEAF and is_matmul(op))
 
 

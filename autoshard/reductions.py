@@ -27,7 +27,7 @@ def reduction_trips(
     the carry that they are added to."""
     if strategy.scattered:
         return op.trips
-    summed = live.summed.get(id(op))
+    summed = live.summed.get(op)
     if summed is not None and total is not None and differ(summed, strategy.results[0], total):
         return op.trips
     return live.reduction_trips(op)

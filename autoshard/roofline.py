@@ -103,7 +103,7 @@ def reads(op: Op, fusion: Fusion) -> list[tuple[int, float]]:
     """Returns what the kernel of an operation reads from memory: (operand number, bytes of the
     whole value), one entry a pass; nothing where it is computed inside another kernel."""
     numbers = WINDOWED.get(op.primitive)
-    kernel = fusion.kernels.get(id(op))
+    kernel = fusion.kernels.get(op)
     roots = kernel.roots if kernel else ()
     if numbers is None:
         return [(root.operand, root.size_bytes) for root in roots]
@@ -125,7 +125,7 @@ def majors(op: Op, role: str, k: int) -> tuple[int, ...]:
 
 def vector_ops(op: Op, fusion: Fusion) -> tuple[tuple[int, float], ...]:
     """Returns the elementwise operations in a kernel: (operand number, count on whole arrays)."""
-    kernel = fusion.kernels.get(id(op))
+    kernel = fusion.kernels.get(op)
     return kernel.vector_ops if kernel else ()
 
 
@@ -133,7 +133,7 @@ def writes(op: Op, fusion: Fusion) -> list[int]:
     """Returns the result numbers whose local bytes are written to memory."""
     if op.kind is not Kind.LEAF or op.primitive in IN_PLACE:
         return []
-    return [k for k, v in enumerate(op.results) if id(v) in fusion.stored or id(v) in fusion.ended]
+    return [k for k, v in enumerate(op.results) if v in fusion.stored or v in fusion.ended]
 
 
 def _matmul_dtype(op: Op) -> str:

@@ -75,7 +75,7 @@ def _unpriced(program: Program, strategies, topology: Topology) -> Choices:
     return Choices(
         ops=ops,
         strategies=strategies,
-        producer={id(v): (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)},
+        producer={v: (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)},
         live=liveness(program.graph),
         topology=topology,
         problem=ShardingProblem((), (), (), None),
@@ -124,7 +124,7 @@ def _pick(choices: Choices, rng: random.Random) -> tuple[int, ...]:
         known = [
             (k, choices.sharding_of(v, picked))
             for k, v in enumerate(op.operands)
-            if v is not None and choices.producer[id(v)][0] < i
+            if v is not None and choices.producer[v][0] < i
         ]
         if known and rng.random() < follow:
             kept = [_kept(s, known) for s in strategies]

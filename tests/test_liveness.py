@@ -66,7 +66,7 @@ def test_a_stack_lives_as_long_as_its_loop_and_beyond_to_its_readers():
     found = live(fn, array(8, 8), array(8, 8))
     (stack,) = [r for r in found.ranges if r.op.kind is Kind.STACK]
     (carry,) = [r for r in found.ranges if r.op.kind is Kind.CARRY]
-    loop = found.spans[id(stack.op)]
+    loop = found.spans[stack.op]
     assert stack.start == loop[0] and stack.end >= loop[1]
     assert carry.end >= loop[1]
 
@@ -78,7 +78,7 @@ def test_a_scanned_weight_is_narrowed_before_the_loop():
     found = live(fn, array(8, 8, dtype="bfloat16"), array(4, 8, 8))
     (copy,) = [r for r in found.ranges if r.operand is not None]
     assert copy.value.shape == (4, 8, 8) and copy.value.dtype == "bfloat16"
-    assert (copy.start, copy.end) == found.spans[id(copy.op)]
+    assert (copy.start, copy.end) == found.spans[copy.op]
 
 
 def test_what_a_loop_adds_up_keeps_track_of_its_dims():
@@ -93,7 +93,7 @@ def test_what_a_loop_adds_up_keeps_track_of_its_dims():
 
     graph = trace(fn, (array(6, 32, 8), array(6, 32, 4, 16))).graph
     dot = next(op for op in graph.leaves() if op.primitive == "dot_general")
-    total = liveness(graph).summed[id(dot)]
+    total = liveness(graph).summed[dot]
     assert tuple(dot.results[0].shape[d] for d in total.dims or ()) == (4, 16, 8)
     result = Sharding(tuple(("x",) if n == 16 else () for n in dot.results[0].shape))
     assert not differ(total, result, Sharding(((), ("x",), ())))

@@ -105,9 +105,7 @@ def ends_of(fn, *shapes):
     args = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
     ops = tuple(trace(fn, args).graph.leaves())
     found = narrowed(ops)
-    return [
-        (op.primitive, k) for op in ops for k in range(len(op.operands)) if (id(op), k) in found
-    ]
+    return [(op.primitive, k) for op in ops for k in range(len(op.operands)) if (op, k) in found]
 
 
 def test_what_only_matmuls_read_travels_as_bfloat16():
