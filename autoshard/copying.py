@@ -19,7 +19,7 @@ from autoshard.stored import moved_bytes, stored_bytes
 from autoshard.topology import Topology
 from autoshard.vmem import Buffers
 
-COPIED = (Kind.LEAF, Kind.SLICE, Kind.ENTER, Kind.READ)  # and donated inputs
+COPIED = frozenset((Kind.LEAF, Kind.SLICE, Kind.ENTER, Kind.READ))  # and donated inputs
 
 
 class Copying:
@@ -37,52 +37,44 @@ class Copying:
         donated: Sequence[bool],
         gaps: float,
     ):
-        self.reads, self.topology = reads, topology
-        given = {op: d for op, d in zip(_inputs(ops), donated, strict=True)}
-        arguments = {op.results[0] for op in _inputs(ops)}
-        before = _matmuls_before(ops, live)
-        rows, self._values, self.labels, sizes = [], [], [], []
-        places: dict[tuple, int] = {}
-        count = 0
-        for i, k, *_ in reads.ends:
-            op = ops[i]
-            value = op.operands[k]
+        self.reads, self.topology, self._ops = reads, topology, ops
+        (nodes, operands, makers, *_), _ = reads.arrays
+        start, end, early, by_have, temporary = _spans(ops, live)
+        inputs = [op.kind is Kind.INPUT for op in ops]
+        kept = np.array([op.kind in COPIED for op in ops], bool)
+        kept[inputs] = donated
+        self._kept, self._by_have, self._temporary = kept[nodes], by_have[nodes], temporary[nodes]
+        self._start, self._end, self._early = start[nodes], end[nodes], early[nodes]
+        self._scale = np.where(self._temporary, gaps, 1.0)
+        self._argument = np.array(inputs, bool)[makers] & ~self._by_have
+        self._places(nodes.tolist(), operands.tolist())
+
+    def _places(self, nodes: list[int], operands: list[int]) -> None:
+        """Finds for each read its value, and where the sizes under each sharding of it begin."""
+        self._values: list[Value] = []
+        sizes, places, count = [np.zeros(0)], {}, 0
+        at = []
+        for i, k in zip(nodes, operands, strict=True):
+            value = self._ops[i].operands[k]
             assert value is not None
             form = (value.shape, value.itemsize)
             if form not in places:
-                sizes.append(_stored(topology, value))
+                sizes.append(_stored(self.topology, value))
                 places[form] = count
                 count += len(sizes[-1])
             self._values.append(value)
-            t = live.runs[op]
-            start, end, early, by_have = t, t + 1, t, False
-            temporary, label = True, f"{value.name}, resharded"
-            if op.kind is Kind.INPUT:
-                # What a collective makes cannot be written over an argument still being read.
-                start, end, early, temporary = 0, live.end, 0, False
-                label = f"copy of {op.results[0].name}"
-            elif op.kind in (Kind.SLICE, Kind.ENTER):
-                start, end = live.spans[op]
-                early = start
-            elif op.kind is Kind.READ:
-                by_have = op.results[0] in live.fusion.written
-                end = end if by_have else max(end, live.ends[op.results[0]])
-            elif is_matmul(op):
-                early = before[i]
-            kept = op.kind in COPIED or given.get(op, False)
-            scale = gaps if temporary else 1.0
-            rows.append((kept, start, end, early, by_have, temporary, places[form], scale))
-            self.labels.append(label)
-        columns = np.array(rows, np.float64).reshape(-1, 8).T
-        self._scale = columns[-1]
-        kept, start, end, early, by_have, temporary, place = columns[:-1].astype(np.int64)
-        self._kept, self._by_have, self._temporary = kept > 0, by_have > 0, temporary > 0
-        self._start, self._end, self._early, self._place = start, end, early, place
-        self._sizes = np.concatenate([np.zeros(0), *sizes])
-        self._argument = np.array([v in arguments for v in self._values], bool) & ~self._by_have
+            at.append(places[form])
+        self._place = np.array(at, np.int64)
+        self._sizes = np.concatenate(sizes)
+
+    def _label(self, r: int) -> str:
+        op = self._ops[self.reads.ends[r][0]]
+        if op.kind is Kind.INPUT:
+            return f"copy of {op.results[0].name}"
+        return f"{self._values[r].name}, resharded"
 
     def __str__(self) -> str:
-        return f"{len(self.labels)} operands, {np.count_nonzero(self._kept)} of them copied"
+        return f"{len(self._values)} operands, {np.count_nonzero(self._kept)} of them copied"
 
     def buffers(self, choices: Sequence[int]) -> tuple[np.ndarray, Buffers]:
         """Returns which reads [B] are copied under the choices, and the buffers of the copies."""
@@ -97,7 +89,7 @@ class Copying:
             shardings = table(*self._form(moved[b]), self.topology).shardings
             if _is_gathered(shardings[have[b]], shardings[want[b]], self.topology):
                 starts[b] = self._early[moved[b]]
-        labels = [self.labels[r] for r in moved.tolist()]
+        labels = [self._label(r) for r in moved.tolist()]
         temporary, scale = self._temporary[moved], self._scale[moved]
         return moved, Buffers(starts, self._end[moved], size * scale, temporary, labels)
 
@@ -109,21 +101,41 @@ class Copying:
         return self._values[r].shape, self._values[r].itemsize
 
 
-def _inputs(ops: Sequence[Op]) -> list[Op]:
-    return [op for op in ops if op.kind is Kind.INPUT]
+def _spans(ops: Sequence[Op], live: Liveness) -> tuple[np.ndarray, ...]:
+    """Returns for each operation when copies of its operands begin and end, when they begin if a
+    collective can run beside compute, whether they lie as the value does, and whether they are
+    temporary."""
+    runs = np.array([live.runs[op] for op in ops], np.int64)
+    start, end, early = runs.copy(), runs + 1, runs.copy()
+    by_have, temporary = np.zeros(len(ops), bool), np.ones(len(ops), bool)
+    before = _matmuls_before(ops, live)
+    for i, op in enumerate(ops):
+        if op.kind is Kind.INPUT:
+            # What a collective makes cannot be written over an argument still being read.
+            start[i], end[i], early[i], temporary[i] = 0, live.end, 0, False
+        elif op.kind in (Kind.SLICE, Kind.ENTER):
+            start[i], end[i] = live.spans[op]
+            early[i] = start[i]
+        elif op.kind is Kind.READ:
+            by_have[i] = op.results[0] in live.fusion.written
+            if not by_have[i]:
+                end[i] = max(end[i], live.ends[op.results[0]])
+        elif i in before:
+            early[i] = before[i]
+    return start, end, early, by_have, temporary
 
 
-def _matmuls_before(ops: Sequence[Op], live: Liveness) -> list[int]:
-    """Returns when the last matmul before each operation runs, in the same loop if in one.
+def _matmuls_before(ops: Sequence[Op], live: Liveness) -> dict[int, int]:
+    """Returns when the last matmul before each matmul runs, in the same loop if in one.
 
     An asynchronous gather starts then: the compiler hides it behind that matmul.
     """
     last: dict[tuple[int, int] | None, int] = {}
-    found = []
-    for op in ops:
-        t, span = live.runs[op], live.spans.get(op)
-        found.append(min(t, last.get(span, t)))
+    found = {}
+    for i, op in enumerate(ops):
         if is_matmul(op):
+            t, span = live.runs[op], live.spans.get(op)
+            found[i] = min(t, last.get(span, t))
             last[span] = t
     return found
 

@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from autoshard import roofline
 from autoshard.coarsen import Fold, folded
 from autoshard.copying import Copying
+from autoshard.fusion import MATMULS
 from autoshard.graph import Graph, Kind, Op, Value
 from autoshard.liveness import Liveness, LiveRange, liveness
 from autoshard.moves import copied, narrowed
@@ -106,6 +108,15 @@ def build(
     )
 
 
+class _PricedEdge(NamedTuple):
+    """What edges that are alike have in common."""
+
+    have: int  # offsets in `Reads`
+    want: int
+    costs: np.ndarray | None  # [S of a, S of b], None if all are 0
+    steps: np.ndarray
+
+
 class _Pricing:
     """Arrays over the strategies of one operation have shape [S]."""
 
@@ -118,8 +129,9 @@ class _Pricing:
         self.producer = {v: (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)}
         self.reads = Reads()
         self._indices: dict[tuple, np.ndarray] = {}
-        self._matrices: dict[tuple, tuple[np.ndarray, np.ndarray, bool]] = {}
+        self._edges: dict[tuple, _PricedEdge] = {}
         self._reduced: dict[int, tuple[np.ndarray, np.ndarray, bool]] = {}
+        self._idle: dict[int, np.ndarray] = {}
         self._texts: dict[int, tuple[str, ...]] = {}
         self._moves: dict[tuple, np.ndarray] = {}
         self._nodes: dict[tuple, np.ndarray] = {}
@@ -128,6 +140,8 @@ class _Pricing:
         self._ties: dict[tuple, np.ndarray] = {}
         self._local: dict[tuple, np.ndarray] = {}
         self._stored: dict[tuple, np.ndarray] = {}
+        self._held: dict[tuple, np.ndarray] = {}
+        self._gapped: dict[int, np.ndarray] = {}
 
     def table(self, value: Value) -> ReshardTable:
         return table(value.shape, value.itemsize, self.topology)
@@ -153,11 +167,15 @@ class _Pricing:
     def stored_bytes(self, i: int, role: str, k: int, value: Value) -> np.ndarray:
         """Returns [S] the bytes that an operand or result takes in memory, padded to tiles."""
         majors = roofline.majors(self.ops[i], role, k)
-        key = (value.shape, value.itemsize, majors)
-        if key not in self._stored:
+        form = (value.shape, value.itemsize, majors)
+        key = (id(self.strategies[i]), role, k, form)
+        if key in self._held:
+            return self._held[key]
+        if form not in self._stored:
             size = functools.partial(stored_bytes, self.topology, value, majors=majors)
-            self._stored[key] = np.array([size(s) for s in self.table(value).shardings])
-        return self._stored[key][self.indices(i, role, k, value)]
+            self._stored[form] = np.array([size(s) for s in self.table(value).shardings])
+        found = self._held[key] = self._stored[form][self.indices(i, role, k, value)]
+        return found
 
     def moved_bytes(self, i: int, role: str, k: int, value: Value) -> np.ndarray:
         """Returns [S] the bytes that an operand or result is read or written in.
@@ -170,16 +188,27 @@ class _Pricing:
 
     def node(self, i: int) -> Node:
         op = self.ops[i]
-        texts = self._texts.get(id(self.strategies[i]))
+        strategies = self.strategies[i]
+        texts = self._texts.get(id(strategies))
         if texts is None:
-            texts = self._texts[id(self.strategies[i])] = tuple(map(str, self.strategies[i]))
+            texts = self._texts[id(strategies)] = tuple(map(str, strategies))
+        return Node(self._costs_s(i), op.path, texts)
+
+    def _costs_s(self, i: int) -> np.ndarray:
+        """Returns [S] the seconds of an operation in a step; the same object for many alike."""
+        op, key = self.ops[i], id(self.strategies[i])
+        if op not in self.live.fusion.kernels and op not in self.copied:
+            if op.primitive not in MATMULS and not self._reduced_of(i)[2]:
+                if key not in self._idle:
+                    self._idle[key] = np.zeros(len(self.strategies[i]))
+                return self._idle[key]
         compute_s, collective_s = self._compute_s(i), self._collective_s(i)
         move_s = self._move_s(i)
         key = (op.trips, id(compute_s), id(collective_s), id(move_s))
         if key not in self._nodes:
             costs = op.trips * compute_s + collective_s
             self._nodes[key] = costs if move_s is None else costs + op.trips * move_s
-        return Node(self._nodes[key], op.path, texts)
+        return self._nodes[key]
 
     def _move_s(self, i: int) -> np.ndarray | None:
         """Returns [S] the seconds in which a border copies what passes it, in one trip."""
@@ -202,7 +231,9 @@ class _Pricing:
         vector_ops = roofline.vector_ops(op, fusion)
         values = tuple(v and (v.shape, v.dtype) for v in (*op.operands, *op.results))
         numbers = op.eqn and op.eqn.params.get("dimension_numbers")
-        form = (op.kind, op.primitive, numbers and str(numbers))
+        if op.primitive != "dot_general":
+            numbers = numbers and str(numbers)
+        form = (op.kind, op.primitive, numbers)
         key = (id(self.strategies[i]), form, values, reads, writes, vector_ops)
         if key not in self._compute:
             self._compute[key] = self._priced_compute_s(i, reads, writes, vector_ops)
@@ -266,20 +297,18 @@ class _Pricing:
     def edges(self) -> tuple[list[Edge], list[np.ndarray]]:
         """Returns the edges and their ties, the number of resharding steps."""
         found, ties = [], []
+        free = self.live.fusion.free
         for i, op in enumerate(self.ops):
             for k, value in enumerate(op.operands):
-                if value is None or not value.shape or value in self.live.fusion.free:
+                if value is None or not value.shape or value in free:
                     continue
                 a, r = self.producer[value]
-                want = self.indices(i, "operands", k, value)
-                self.reads.add(i, k, a, self.indices(a, "results", r, value), want)
-                if a == i:
-                    continue
                 donated = op.kind is Kind.INPUT and self.donated[int(op.path.removeprefix("in"))]
-                costs, steps, some = self._edge(a, r, i, k, value, op.operand_trips[k], donated)
-                if some:
-                    found.append(Edge(a, i, costs))
-                    ties.append(steps)
+                edge = self._edge(a, r, i, k, value, op.operand_trips[k], donated)
+                self.reads.add(i, k, a, edge.have, edge.want)
+                if edge.costs is not None and a != i:
+                    found.append(Edge(a, i, edge.costs))
+                    ties.append(edge.steps)
         for edge in self._totals():
             found.append(edge)
             ties.append(np.zeros(edge.costs_s.shape))
@@ -316,22 +345,24 @@ class _Pricing:
 
     def _edge(
         self, a: int, r: int, b: int, k: int, value: Value, trips: int, donated: bool
-    ) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Returns the costs and the steps [S_a, S_b], and whether any costs something; the same
-        objects wherever they are equal."""
-        ends = (id(self.strategies[a]), r, id(self.strategies[b]), k)
+    ) -> "_PricedEdge":
+        """Returns the price of reading a value; the same objects wherever they are equal."""
+        ends = self.strategies[a], self.strategies[b]
         itemsize = 2 if (self.ops[b], k) in self.narrow else value.itemsize
-        key = (*ends, value.shape, itemsize, trips, donated)
-        if key not in self._matrices:
-            place = np.ix_(
-                self.indices(a, "results", r, value), self.indices(b, "operands", k, value)
-            )
+        key = (id(ends[0]), r, id(ends[1]), k, value.shape, itemsize, trips, donated)
+        found = self._edges.get(key)
+        if found is None:
+            have = self.indices(a, "results", r, value)
+            want = self.indices(b, "operands", k, value)
+            place = np.ix_(have, want)
             ways = table(value.shape, itemsize, self.topology)
             costs = ways.seconds[place] * trips
             if donated:
                 costs = costs + (costs > 0) * self._copy_s(b, k, value)
-            self._matrices[key] = (costs, ways.step_counts[place], bool(costs.any()))
-        return self._matrices[key]
+            offsets = self.reads.offset(have), self.reads.offset(want)
+            priced = costs if costs.any() else None
+            found = self._edges[key] = _PricedEdge(*offsets, priced, ways.step_counts[place])
+        return found
 
     def usages(self) -> list[Usage]:
         found = []
@@ -345,10 +376,13 @@ class _Pricing:
                 # The next state gets a buffer of its own.
                 size = size * 2 if kept else size + self._relaid_bytes(i, live.value, size)
             elif live.op.kind is not Kind.OUTPUT:
-                size = np.ceil(size * GAPS)
+                if id(size) not in self._gapped:
+                    self._gapped[id(size)] = np.ceil(size * GAPS)
+                size = self._gapped[id(size)]
             found.append(Usage(i, live.start, live.end, size, live.value.name))
         for i in range(len(self.ops)):
-            found += self._partial_usages(i)
+            if self._reduced_of(i)[2]:
+                found += self._partial_usages(i)
         return found
 
     def _relaid_bytes(self, i: int, value: Value, size: np.ndarray) -> np.ndarray:
@@ -370,9 +404,9 @@ class _Pricing:
         op, live = self.ops[i], self.live
         start = live.runs[op]
         end = live.spans.get(op, (start, start + 1))[1]
-        reduced, scattered, some = self._reduced_of(i)
+        reduced, scattered, _ = self._reduced_of(i)
         found = []
-        for k, value in enumerate(op.results if some else ()):
+        for k, value in enumerate(op.results):
             if not value.shape:
                 continue
             size = self.stored_bytes(i, "partial", k, value)
@@ -384,12 +418,13 @@ class _Pricing:
 
     def _reduced_of(self, i: int) -> tuple[np.ndarray, np.ndarray, bool]:
         """Returns [S] which strategies reduce, [S] which scatter, and whether any reduces."""
-        key = id(self.strategies[i])
-        if key not in self._reduced:
-            reduced = np.array([bool(s.reduced) for s in self.strategies[i]])
-            scattered = np.array([bool(s.scattered) for s in self.strategies[i]])
-            self._reduced[key] = (reduced, scattered, bool(reduced.any()))
-        return self._reduced[key]
+        strategies = self.strategies[i]
+        found = self._reduced.get(id(strategies))
+        if found is None:
+            reduced = np.array([bool(s.reduced) for s in strategies])
+            scattered = np.array([bool(s.scattered) for s in strategies])
+            found = self._reduced[id(strategies)] = (reduced, scattered, bool(reduced.any()))
+        return found
 
     def _range_bytes(self, i: int, live: LiveRange) -> np.ndarray:
         if live.operand is not None:

@@ -1,7 +1,7 @@
 """A solution -> the constraints that make the partitioner do it, and what they imply."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from autoshard import collectives
 from autoshard.apply import Constraints, Scatter
@@ -14,6 +14,7 @@ from autoshard.strategies import Strategy
 
 # Operations whose parameters do not depend on the shapes, so that they run on blocks as they are.
 LOCAL = frozenset(("dot_general", "reduce_sum"))
+UNCONSTRAINED = frozenset((Kind.READ, Kind.CONST, Kind.OUTPUT))
 GATHERS = (collectives.Kind.ALL_GATHER, collectives.Kind.ALL_TO_ALL)
 
 
@@ -45,22 +46,23 @@ def constraints(choices: Choices, solution: Sequence[int]) -> Constraints:
     scatters: dict[str, Scatter] = {}
     again: set[tuple[str, int]] = set()
     gathered: set[tuple] = set()
+    reshards, free = _reshards(choices, solution), choices.live.fusion.free
     for i, op in enumerate(choices.ops):
         strategy = choices.strategies[i][solution[i]]
-        if op.kind not in (Kind.READ, Kind.CONST, Kind.OUTPUT):
+        if op.kind not in UNCONSTRAINED:
             for k, value in enumerate(op.results):
-                if value in choices.live.fusion.free:
+                if value in free:
                     continue  # left open, Shardy computes it anew for each reader
                 if value.shape and _can_constrain(value.dtype):
                     results[op.path, k] = reached(op, strategy, k)
-        for k, steps in _reshards(choices, solution, i, op):
+        for k, steps in reshards.get(i, ()):
             operands[op.path, k] = tuple(step.after for step in steps)
             if op.kind is Kind.LEAF and any(step.kind in GATHERS for step in steps):
                 what = id(op.operands[k]), op.path.rpartition("/")[0], operands[op.path, k]
                 if what in gathered:
                     again.add((op.path, k))
                 gathered.add(what)
-        by_hand = scatter(op, strategy)
+        by_hand = scatter(op, strategy) if strategy.scattered else None
         if by_hand is not None:
             scatters[op.path] = by_hand
     return Constraints(operands, results, scatters, frozenset(again))
@@ -95,8 +97,9 @@ def scatter(op: Op, strategy: Strategy) -> Scatter | None:
 def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[PlannedCollective]:
     """Returns every collective that the solution pays for, in execution order."""
     found = []
+    reshards = _reshards(choices, solution)
     for i, op in enumerate(choices.ops):
-        for k, steps in _reshards(choices, solution, i, op):
+        for k, steps in reshards.get(i, ()):
             value = op.operands[k]
             for step in steps:
                 if step.kind.value == "slice" or value is None:
@@ -109,6 +112,8 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
                     )
                 )  # fmt: skip
         strategy = choices.strategies[i][solution[i]]
+        if not strategy.reduced:
+            continue
         summed = choices.live.summed.get(op)
         total = summed and choices.sharding_of(summed.carry.results[0], solution)
         trips = reduction_trips(op, strategy, choices.live, total)
@@ -123,16 +128,21 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
 
 
 def _reshards(
-    choices: Choices, solution: Sequence[int], i: int, op: Op
-) -> Iterator[tuple[int, tuple[Step, ...]]]:
-    """Yields (operand number, steps) where an operand is not yet as the strategy wants it."""
-    strategy = choices.strategies[i][solution[i]]
-    for k, value in enumerate(op.operands):
-        if value is None or not value.shape or value in choices.live.fusion.free:
-            continue
-        have, want = choices.sharding_of(value, solution), strategy.operands[k]
-        if have != want:
-            yield k, tuple(choices.reshard_table(op, k, value).steps(have, want))
+    choices: Choices, solution: Sequence[int]
+) -> dict[int, list[tuple[int, tuple[Step, ...]]]]:
+    """Returns for each node whose operands are not all as its strategy wants them (operand number,
+    steps) of those that are not."""
+    found: dict[int, list[tuple[int, tuple[Step, ...]]]] = {}
+    for r in choices.reads.moved(solution)[0].tolist():
+        i, k = choices.reads.ends[r][:2]
+        op, value = choices.ops[i], choices.ops[i].operands[k]
+        assert value is not None
+        want = choices.strategies[i][solution[i]].operands[k]
+        steps = choices.reshard_table(op, k, value).steps(
+            choices.sharding_of(value, solution), want
+        )
+        found.setdefault(i, []).append((k, steps))
+    return found
 
 
 def _can_constrain(dtype: str) -> bool:

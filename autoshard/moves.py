@@ -10,17 +10,19 @@ from collections.abc import Sequence
 
 import jax
 
-from autoshard.fusion import Fusion, is_matmul, readers_of
+from autoshard.fusion import Fusion, is_matmul
 from autoshard.graph import Kind, Op, Value
 
-PASSES = (Kind.READ, Kind.ENTER, Kind.SLICE)  # the value or a part of it, unchanged
+PASSES = frozenset((Kind.READ, Kind.ENTER, Kind.SLICE))  # the value or a part of it, unchanged
 
 
 def copied(ops: Sequence[Op], fusion: Fusion, donated: Sequence[bool]) -> dict[Op, str]:
     """Returns the borders that copy: the role of each that is copied, "operands" or
     "results", each its number 0."""
-    made = {v: op for op in ops for v in op.results}
     found: dict[Op, str] = {}
+    if not any([op.kind is Kind.SLICE or op.kind is Kind.STACK for op in ops]):
+        return found
+    made = {v: op for op in ops for v in op.results}
     inputs = iter(donated)
     for op in ops:
         source = op.operands[0] if op.operands else None
@@ -59,38 +61,35 @@ def narrowed(ops: Sequence[Op]) -> frozenset[tuple[Op, int]]:
     collective brings of an argument or of a matmul's result, XLA converts before it: of twelve
     small v5e programs, f32 moved in that width after arithmetic and for other readers alone.
     """
-    readers = readers_of(tuple(ops))
-    made = {v: op for op in ops for v in op.results}
-    wanted: dict[Value, bool] = {}
+    found: list[tuple[Op, int]] = []
+    by_matmuls: set[Value | None] = set()  # read by one, or passed on to such
+    by_others: set[Value | None] = set()
+    for op in ops:
+        if op.kind in (Kind.CARRY, Kind.INPUT):  # they read what is defined later
+            by_others.update(op.operands)
+    for op in reversed(ops):
+        if op.kind in PASSES:
+            wants = op.results[0] in by_matmuls and op.results[0] not in by_others
+        else:
+            wants = op.kind is Kind.LEAF and is_matmul(op) and _takes_bfloat16(op)
+        if wants:
+            by_matmuls.update(op.operands)
+            found += [(op, k) for k, v in enumerate(op.operands) if v and v.dtype == "float32"]
+        else:
+            by_others.update(op.operands)
+    made = {v: op for op in ops for v in op.results} if found else {}
+    return frozenset((op, k) for op, k in found if _is_raw(op, k, made))
 
-    def by_matmuls(op: Op) -> bool:
-        if op.kind is Kind.LEAF:
-            return is_matmul(op) and _takes_bfloat16(op)
+
+def _is_raw(op: Op, k: int, made: dict[Value, Op]) -> bool:
+    """Whether an operand is an argument or a matmul's result, or a part of one."""
+    value = op.operands[k]
+    while value is not None:
+        op = made[value]
         if op.kind not in PASSES:
-            return False
-        value = op.results[0]
-        if value not in wanted:
-            found = [r for r, _ in readers.get(value, ())]
-            wanted[value] = bool(found) and all(map(by_matmuls, found))
-        return wanted[value]
-
-    return frozenset(
-        (op, k)
-        for op in ops
-        for k, value in enumerate(op.operands)
-        if value is not None
-        and value.dtype == "float32"
-        and by_matmuls(op)
-        and _is_raw(value, made)
-    )
-
-
-def _is_raw(value: Value, made: dict[Value, Op]) -> bool:
-    """Whether a value is an argument or a matmul's result, or a part of one."""
-    op = made[value]
-    while op.kind in PASSES and op.operands[0] is not None:
-        op = made[op.operands[0]]
-    return op.kind is Kind.INPUT or (op.kind is Kind.LEAF and is_matmul(op))
+            return op.kind is Kind.INPUT or (op.kind is Kind.LEAF and is_matmul(op))
+        value = op.operands[0]
+    return False
 
 
 def _takes_bfloat16(op: Op) -> bool:

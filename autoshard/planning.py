@@ -148,10 +148,16 @@ def strategies(
     """Returns the strategies of each of `graph.leaves()`; `rules` are those of `leaf_ops`."""
     rule = iter(rules)
     found = []
+    known: dict[int, tuple[Strategy, ...]] = {}  # by id of the rule, which takes long to hash
     for op in program.graph.leaves():
         if op.kind is Kind.LEAF:
-            free = rule_strategies(next(rule), target.mesh)
-            found.append(_user_constraint(op, free, target.mesh))
+            own = next(rule)
+            free = known.get(id(own))
+            if free is None:
+                free = known[id(own)] = rule_strategies(own, target.mesh)
+            if op.primitive == "sharding_constraint":
+                free = _user_constraint(op, free, target.mesh)
+            found.append(free)
             continue
         pin = None
         if op.kind is Kind.INPUT:
@@ -165,7 +171,7 @@ def strategies(
 
 def _user_constraint(op: Op, free: tuple[Strategy, ...], mesh: MeshShape) -> tuple[Strategy, ...]:
     """Returns only the strategies that keep a `with_sharding_constraint` of the user's program."""
-    sharding = op.eqn.params.get("sharding") if op.primitive == "sharding_constraint" else None
+    sharding = op.eqn.params.get("sharding")
     if not isinstance(sharding, NamedSharding):
         return free
     spec = tuple(sharding.spec) + (None,) * (len(op.results[0].shape) - len(sharding.spec))

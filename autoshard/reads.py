@@ -18,10 +18,12 @@ class Reads:
         self.columns: list[np.ndarray] = []
         self.size = 0
 
-    def add(self, node: int, k: int, maker: int, have: np.ndarray, want: np.ndarray) -> None:
-        self.ends.append((node, k, maker, self._offset(have), self._offset(want)))
+    def add(self, node: int, k: int, maker: int, have: int, want: int) -> None:
+        """Adds what `node` reads of `maker` as operand `k`; `have`, `want`: offsets of columns."""
+        self.ends.append((node, k, maker, have, want))
 
-    def _offset(self, column: np.ndarray) -> int:
+    def offset(self, column: np.ndarray) -> int:
+        """Returns where the sharding's number [S] of each strategy of one end stands."""
         if id(column) not in self.offsets:
             self.offsets[id(column)] = self.size
             self.columns.append(column)

@@ -32,7 +32,8 @@ def rules_for(eqns: Sequence[JaxprEqn]) -> list[Rule]:
 
     Warns with a ReplicatedWarning where an equation has no rule.
     """
-    keys = [_signature(eqn) for eqn in eqns]
+    forms: dict[int, tuple] = {}
+    keys = [_signature(eqn, forms) for eqn in eqns]
     missing = {key: eqn for key, eqn in zip(keys, eqns, strict=True) if key not in _cache}
     found = dict(zip(missing, _new_rules(list(missing.values())), strict=True))
     found.update((key, _cache[key]) for key in keys if key not in found)
@@ -105,11 +106,19 @@ def _shape(aval) -> tuple[int, ...]:
     return tuple(getattr(aval, "shape", ()))
 
 
-def _signature(eqn: JaxprEqn) -> Hashable:
-    """Returns what determines an equation's rule; equal for equal equations of any trace."""
-    avals = tuple(_form(v.aval) for v in (*eqn.invars, *eqn.outvars))
-    params = tuple((name, _frozen(value)) for name, value in sorted(eqn.params.items()))
-    return (eqn.primitive, len(eqn.invars), params, avals, eqn.ctx.threefry_partitionable)
+def _signature(eqn: JaxprEqn, forms: dict[int, tuple]) -> Hashable:
+    """Returns what determines an equation's rule; equal for equal equations of any trace.
+
+    `forms`: by id, abstract values seen before and their forms.
+    """
+    avals = []
+    for v in (*eqn.invars, *eqn.outvars):
+        known = forms.get(id(v.aval))
+        if known is None or known[0] is not v.aval:
+            known = forms[id(v.aval)] = (v.aval, _form(v.aval))
+        avals.append(known[1])
+    params = tuple([(name, _frozen(value)) for name, value in sorted(eqn.params.items())])
+    return (eqn.primitive, len(eqn.invars), params, *avals, eqn.ctx.threefry_partitionable)
 
 
 def _form(aval) -> Hashable:
@@ -119,7 +128,12 @@ def _form(aval) -> Hashable:
 _text = functools.lru_cache(maxsize=256)(str)  # of a dtype, which takes NumPy long
 
 
+_PLAIN = frozenset((type(None), bool, int, float, str))
+
+
 def _frozen(value) -> Hashable:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Jaxpr):
         return str(value)
     if isinstance(value, ClosedJaxpr):
@@ -127,7 +141,7 @@ def _frozen(value) -> Hashable:
     if isinstance(value, dict):
         return tuple((_frozen(k), _frozen(v)) for k, v in value.items())
     if isinstance(value, list | tuple):
-        return type(value), tuple(_frozen(v) for v in value)
+        return type(value), tuple([_frozen(v) for v in value])
     if isinstance(value, np.ndarray):
         return value.shape, str(value.dtype), value.tobytes()
     try:

@@ -17,9 +17,12 @@ from jax.sharding import Mesh
 
 from autoshard import emit, planning
 from autoshard.cost import Choices
+from autoshard.graph import Op
 from autoshard.jitted import PlannedFunction, planned_function
-from autoshard.liveness import liveness
+from autoshard.liveness import Liveness, liveness
 from autoshard.problem import ShardingProblem, Solution, Status
+from autoshard.reads import Reads
+from autoshard.resharding import table
 from autoshard.rules import rules_for
 from autoshard.stages import Stages
 from autoshard.strategies import Strategy
@@ -72,17 +75,34 @@ def random_plan(
 def _unpriced(program: Program, strategies, topology: Topology) -> Choices:
     """Returns the choices without the costs that a random plan has no use for."""
     ops = tuple(program.graph.leaves())
+    producer = {v: (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)}
+    live = liveness(program.graph)
     return Choices(
         ops=ops,
         strategies=strategies,
-        producer={v: (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)},
-        live=liveness(program.graph),
+        producer=producer,
+        live=live,
         topology=topology,
         problem=ShardingProblem((), (), (), None),
         node_ties=(),
         edge_ties=(),
         donated=program.donated,
+        reads=_reads(ops, strategies, producer, live, topology),
     )
+
+
+def _reads(ops: Sequence[Op], strategies, producer, live: Liveness, topology: Topology) -> Reads:
+    found = Reads()
+    for i, op in enumerate(ops):
+        for k, value in enumerate(op.operands):
+            if value is None or not value.shape or value in live.fusion.free:
+                continue
+            a, r = producer[value]
+            index = table(value.shape, value.itemsize, topology).index
+            have = np.array([index(s.results[r]) for s in strategies[a]])
+            want = np.array([index(s.operands[k]) for s in strategies[i]])
+            found.add(i, k, a, found.offset(have), found.offset(want))
+    return found
 
 
 def _affordable(choices: Choices, rng: random.Random) -> tuple[int, ...]:
