@@ -23,7 +23,6 @@ only a CARRY or INPUT reads a value that is defined later.
 
 import dataclasses
 import enum
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +52,7 @@ class Kind(enum.Enum):
 NESTED = (Kind.CALL, Kind.LOOP, Kind.BRANCH)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Value:
     """One array of the program; compared by identity."""
 
@@ -70,14 +69,15 @@ class Value:
         return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Op:
     """One operation.
 
     `operands` has None where the operand is a literal. `trips` is how often the operation runs in
     one step;
     `operand_trips` how often each operand is brought into the sharding that the operation wants.
-    `eqn` is the jaxpr equation of a LEAF or nested operation.
+    `eqn` is the jaxpr equation of a LEAF or nested operation; `contracted` how many products a
+    `dot_general` sums for each element, 1 for everything else.
     """
 
     path: str
@@ -91,16 +91,13 @@ class Op:
     eqn: Any = None
     bodies: "tuple[Graph, ...]" = ()
 
+    contracted: int = dataclasses.field(init=False, default=1)
+
     def __post_init__(self):
         self.operand_trips = self.operand_trips or (self.trips,) * len(self.operands)
-
-    @functools.cached_property
-    def contracted(self) -> int:
-        """How many products a `dot_general` sums for each element; 1 for everything else."""
-        if self.primitive != "dot_general":
-            return 1
-        ((contracted, _), _) = self.eqn.params["dimension_numbers"]
-        return math.prod(self.eqn.invars[0].aval.shape[d] for d in contracted)
+        if self.primitive == "dot_general":
+            ((contracted, _), _) = self.eqn.params["dimension_numbers"]
+            self.contracted = math.prod(self.eqn.invars[0].aval.shape[d] for d in contracted)
 
     def __str__(self) -> str:
         read = ", ".join("literal" if v is None else v.name for v in self.operands)

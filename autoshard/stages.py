@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.status import Status
 
 PATIENCE_S = 2.0  # planning shorter than this stays silent
-RARE = (200_000, 50, 50)  # objects, and collections of the younger generation, per collection
+RARE = (1_000_000, 50, 50)  # objects, and collections of the younger generation, per collection
 
 
 class Stages:
