@@ -71,11 +71,10 @@ class _Wiring:
         self.classes = list(range(count)) if fold is None else fold.classes.tolist()
         problem = choices.problem
         edges: dict[int, list[tuple[int, np.ndarray, bool]]] = {i: [] for i in self.members}
-        for edge in problem.edges:
-            ahead = edge.a < edge.b
+        for k in np.flatnonzero(np.isin(np.maximum(*problem.ends), self.members)).tolist():
+            edge = problem.edges[k]
             source, reader = min(edge.a, edge.b), max(edge.a, edge.b)
-            if reader in edges:
-                edges[reader].append((self.classes[source], edge.costs_s, ahead))
+            edges[reader].append((self.classes[source], edge.costs_s, edge.a < edge.b))
         # Edges to earlier classes: (class, costs, whether it is the edge's first).
         self.incoming = list(edges.values())
         self.sources = [[c for c, _, _ in near] for near in self.incoming]

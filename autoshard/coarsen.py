@@ -8,10 +8,11 @@ is told apart from the next kind of block, but too few times for the ends to be 
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard.packed import Packed, numbered, packed
 from autoshard.problem import Edge, ShardingProblem, Usage
 
 ROUNDS = 6  # how far a node looks
@@ -57,17 +58,18 @@ class Fold:
 
     def edge_sums(self, edges: Sequence[Edge], matrices: Sequence[np.ndarray]) -> tuple[Edge, ...]:
         """Returns one edge for each pair of classes, the sum of `matrices`, one for each edge."""
-        classes = self.classes.tolist()
-        counts: dict[tuple[int, int], dict[int, int]] = {}
-        for k, edge in enumerate(edges):
-            pair = (classes[edge.a], classes[edge.b])
-            same = counts.setdefault(pair, {})
-            same[id(matrices[k])] = same.get(id(matrices[k]), 0) + 1
-        held = {id(m): m for m in matrices}
+        a = self.classes[np.array([edge.a for edge in edges], np.int64)]
+        b = self.classes[np.array([edge.b for edge in edges], np.int64)]
+        held = packed(matrices)
+        code = (a * len(self.members) + b) * len(held.distinct) + held.numbers
+        kinds, first = numbered(code)
+        counts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for k, count in zip(first.tolist(), np.bincount(kinds).tolist(), strict=True):
+            counts.setdefault((int(a[k]), int(b[k])), []).append((count, k))
         total: dict[tuple[int, int], np.ndarray] = {}
         for (a, b), same in counts.items():
-            for key, count in same.items():
-                costs = count * held[key]
+            for count, k in same:
+                costs = count * matrices[k]
                 pair = (a, b) if a <= b else (b, a)
                 costs = costs if a <= b else costs.T
                 total[pair] = total[pair] + costs if pair in total else costs
@@ -90,26 +92,18 @@ def folded(problem: ShardingProblem) -> Fold | None:
 def fold(problem: ShardingProblem, rounds: int = ROUNDS) -> Fold | None:
     """Returns the classes of nodes that look alike from near, None if they are hardly fewer."""
     colours = _colours(problem, rounds)
-    _, members, classes = np.unique(colours, return_index=True, return_inverse=True)
-    order = np.argsort(members)
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
-    if len(members) > WORTH * len(colours):
-        return None
-    return Fold(place[classes], members[order])
+    classes, members = numbered(colours)
+    return Fold(classes, members) if len(members) <= WORTH * len(colours) else None
 
 
 def _colours(problem: ShardingProblem, rounds: int) -> np.ndarray:
     """Returns a number for each node, equal where `rounds` steps around show no difference."""
-    nodes, edges = problem.nodes, problem.edges
-    costs, matrices = digests(n.costs_s for n in nodes), digests(e.costs_s for e in edges)
+    nodes, (a, b) = problem.nodes, problem.ends
     texts = {id(n.strategies): n.strategies for n in nodes}
     named = {key: _digest("\n".join(text).encode()) for key, text in texts.items()}
-    colours = _mix(np.array([costs[id(n.costs_s)] for n in nodes], np.uint64))
+    colours = _mix(digests(problem.node_costs))
     colours = _mix(colours + np.array([named[id(n.strategies)] for n in nodes], np.uint64))
-    a = np.array([edge.a for edge in edges], np.int64)
-    b = np.array([edge.b for edge in edges], np.int64)
-    matrix = np.array([matrices[id(edge.costs_s)] for edge in edges], np.uint64)
+    matrix = digests(problem.edge_costs)
     for _ in range(rounds):
         near = np.zeros(len(nodes), np.uint64)
         np.add.at(near, a, _mix(colours[b] + _mix(matrix + np.uint64(1))))
@@ -118,13 +112,12 @@ def _colours(problem: ShardingProblem, rounds: int) -> np.ndarray:
     return colours
 
 
-def digests(arrays: Iterable[np.ndarray]) -> dict[int, int]:
-    """Returns a number for the content of each array, by its id."""
-    held = {id(array): array for array in arrays}
-    return {
-        key: _digest(f"{a.shape} ".encode() + np.ascontiguousarray(a).tobytes())
-        for key, a in held.items()
-    }
+def digests(arrays: Packed) -> np.ndarray:
+    """Returns a number [N] for the content of each array."""
+    found = [
+        _digest(f"{a.shape} ".encode() + np.ascontiguousarray(a).tobytes()) for a in arrays.distinct
+    ]
+    return np.array(found, np.uint64)[arrays.numbers]
 
 
 def _digest(data: bytes) -> int:

@@ -12,6 +12,7 @@ from autoshard import collectives
 from autoshard.fusion import is_matmul
 from autoshard.graph import Kind, Op, Value
 from autoshard.liveness import Liveness
+from autoshard.packed import numbered
 from autoshard.reads import Reads
 from autoshard.resharding import table
 from autoshard.sharding import Sharding
@@ -85,13 +86,22 @@ class Copying:
         for b in np.flatnonzero(self._argument[moved]).tolist():
             size[b] = self._gathered_bytes(moved[b], have[b], want[b])
         starts = self._start[moved]
-        for b in np.flatnonzero(self._early[moved] < starts).tolist():
-            shardings = table(*self._form(moved[b]), self.topology).shardings
-            if _is_gathered(shardings[have[b]], shardings[want[b]], self.topology):
-                starts[b] = self._early[moved[b]]
+        starts = np.where(self._is_early(moved, have, want), self._early[moved], starts)
         labels = [self._label(r) for r in moved.tolist()]
         temporary, scale = self._temporary[moved], self._scale[moved]
         return moved, Buffers(starts, self._end[moved], size * scale, temporary, labels)
+
+    def _is_early(self, moved: np.ndarray, have: np.ndarray, want: np.ndarray) -> np.ndarray:
+        """Returns [B] whether a copy is made as early as a collective can run beside compute."""
+        count = max(have.max(initial=0), want.max(initial=0)) + 1
+        kinds, first = numbered((self._place[moved] * count + have) * count + want)
+        kind = [a[first].tolist() for a in (moved, have, want)]
+        gathered = [self._is_gathered(*one) for one in zip(*kind, strict=True)]
+        return (self._early[moved] < self._start[moved]) & np.array(gathered, bool)[kinds]
+
+    def _is_gathered(self, r: int, have: int, want: int) -> bool:
+        shardings = table(*self._form(r), self.topology).shardings
+        return _is_gathered(shardings[have], shardings[want], self.topology)
 
     def _gathered_bytes(self, r: int, have: int, want: int) -> float:
         shardings = table(*self._form(r), self.topology).shardings

@@ -35,6 +35,7 @@ REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce argmax argmin".split()
 )
 _KERNELS = REDUCTIONS | HEAVY  # what no matmul's kernel computes
+_MOVES = frozenset("slice pad reshape".split())  # some of them move elements within tiles
 RECASTS = frozenset("convert_element_type broadcast_in_dim reshape transpose copy".split())
 # Operations that read only a window of what they are given.
 WINDOWS = frozenset("slice dynamic_slice".split())
@@ -208,16 +209,19 @@ class _Analysis:
         self.written.add(value)
 
     def _leaf(self, op: Op, value: Value) -> None:
-        if op.primitive in _KERNELS or _moves_elements(op):
+        if op.primitive in _KERNELS or (op.primitive in _MOVES and _moves_elements(op)):
             self._write(value)
             return
         found = final_readers(value, self.readers)
         operands = [v for v in op.operands if v is not None]
-        if self.constant.issuperset(operands):
+        constant = self.constant.issuperset(operands)
+        if constant:
             self.constant.add(value)
         if self._fills(op, operands):
             self.filled.add(value)
-        if value in self.filled or self._masks(op, value, operands, found):
+            self.free.add(value)
+            return
+        if constant and self._masks(op, value, operands, found):
             self.free.add(value)
             return
         waits = not self.pending.isdisjoint(operands)
@@ -320,11 +324,11 @@ class _Analysis:
         return op.primitive in RECASTS and op.operands[0] in self.filled
 
     def _masks(self, op: Op, value: Value, operands: list[Value], found: list[Op]) -> bool:
-        """Whether a result follows from scalars and indices alone, for readers that compute it.
+        """Whether a constant follows from scalars and indices alone, for readers that compute it.
 
         Shardy then computes it anew for each reader, in the sharding that this one wants.
         """
-        if value not in self.constant or is_matmul(op):
+        if is_matmul(op):
             return False
         free = all([not v.shape or v in self.free for v in operands])
         return free and all([_takes(r, value) for r in found])

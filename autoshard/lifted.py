@@ -7,11 +7,10 @@ reweighting with edges as trees; Wainwright, Jaakkola and Willsky, "MAP estimati
 trees", 2005). Memory rows only raise the optimum, so the bound holds with them too.
 """
 
-import collections
-
 import numpy as np
 
 from autoshard.coarsen import Fold, digests
+from autoshard.packed import numbered
 from autoshard.problem import ShardingProblem
 
 PASSES = 10  # up and down; the bound is worked out after every other one
@@ -32,41 +31,28 @@ class _Messages:
     """`sent[g][0]` [S_a] and `sent[g][1]` [S_b] are what edges of kind g tell their ends."""
 
     def __init__(self, problem: ShardingProblem, fold: Fold):
-        classes = fold.classes.tolist()
-        known = digests(edge.costs_s for edge in problem.edges)
-        numbers: dict[tuple[int, int, int], int] = {}
-        kinds = [
-            numbers.setdefault((classes[e.a], classes[e.b], known[id(e.costs_s)]), len(numbers))
-            for e in problem.edges
-        ]
-        self.matrices: list[np.ndarray] = [np.zeros(0)] * len(numbers)
-        ends: list[list[tuple[int, int]]] = [[] for _ in problem.nodes]  # (kind, side) of each node
-        for kind, edge in zip(kinds, problem.edges, strict=True):
-            self.matrices[kind] = edge.costs_s
-            ends[edge.a].append((kind, 0))
-            ends[edge.b].append((kind, 1))
+        a, b = problem.ends
+        contents, _ = numbered(digests(problem.edge_costs))
+        pair = fold.classes[a] * len(fold.members) + fold.classes[b]
+        kinds, first = numbered(pair * (contents.max(initial=0) + 1) + contents)
+        self.matrices = [problem.edges[k].costs_s for k in first.tolist()]
         self.sent = [[np.zeros(n) for n in m.shape] for m in self.matrices]
         self.costs = [problem.nodes[i].costs_s for i in fold.members.tolist()]
-        self._directions(numbers, kinds, fold)
-        views: dict[tuple, int] = {}  # of nodes with the same class and edges
-        view = [
-            views.setdefault((classes[i], tuple(sorted(near))), len(views))
-            for i, near in enumerate(ends)
-        ]
-        self.views = list(views)
-        self.view_counts = collections.Counter(view)
-        self.edge_counts = collections.Counter(
-            (kind, view[e.a], view[e.b]) for kind, e in zip(kinds, problem.edges, strict=True)
-        )
+        self._directions(fold.classes[a[first]], fold.classes[b[first]], kinds, fold)
+        view, self.views = _views(a, b, kinds, fold)
+        self.view_counts = np.bincount(view)
+        code, first = numbered((kinds * len(self.views) + view[a]) * len(self.views) + view[b])
+        ends = (kinds[first].tolist(), view[a[first]].tolist(), view[b[first]].tolist())
+        self.edge_counts = list(zip(*ends, np.bincount(code).tolist(), strict=True))
 
-    def _directions(self, numbers, kinds: list[int], fold: Fold) -> None:
+    def _directions(self, a: np.ndarray, b: np.ndarray, kinds: np.ndarray, fold: Fold) -> None:
         """For each class its kinds of edges to later and to earlier nodes, and how many a node."""
-        counts, sizes = np.bincount(kinds, minlength=len(numbers)), np.bincount(fold.classes)
+        counts, sizes = np.bincount(kinds, minlength=len(a)), np.bincount(fold.classes)
         self.ahead: list[list[tuple[int, float]]] = [[] for _ in sizes]
         self.behind: list[list[tuple[int, float]]] = [[] for _ in sizes]
-        for (a, b, _), kind in numbers.items():
-            self.ahead[a].append((kind, float(counts[kind] / sizes[a])))
-            self.behind[b].append((kind, float(counts[kind] / sizes[b])))
+        for kind, (i, j) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
+            self.ahead[i].append((kind, float(counts[kind] / sizes[i])))
+            self.behind[j].append((kind, float(counts[kind] / sizes[j])))
 
     def sweep(self) -> None:
         for i in range(len(self.costs)):
@@ -94,7 +80,29 @@ class _Messages:
             if not ends:
                 total += self.view_counts[k] * float(belief.min())
             shares.append(belief / max(1, len(ends)))
-        for (kind, a, b), count in self.edge_counts.items():
+        for kind, a, b, count in self.edge_counts:
             rows, columns = shares[a] - self.sent[kind][0], shares[b] - self.sent[kind][1]
             total += count * float((self.matrices[kind] + rows[:, None] + columns).min())
         return total
+
+
+def _views(
+    a: np.ndarray, b: np.ndarray, kinds: np.ndarray, fold: Fold
+) -> tuple[np.ndarray, list[tuple[int, list[tuple[int, int]]]]]:
+    """Returns a number [N] for each node, equal for nodes with the same class and edges, and for
+    each number the class and the (kind, side) of each edge."""
+    nodes, ends = np.concatenate([a, b]), np.concatenate([2 * kinds, 2 * kinds + 1])
+    order = np.lexsort((ends, nodes))
+    ends = ends[order]
+    stops = np.cumsum(np.bincount(nodes, minlength=len(fold.classes))).tolist()
+    views: dict[tuple[int, bytes], int] = {}
+    view, found, start = [], [], 0
+    for stop, own in zip(stops, fold.classes.tolist(), strict=True):
+        near = ends[start:stop]
+        key = (own, near.tobytes())
+        if key not in views:
+            views[key] = len(views)
+            found.append((own, [divmod(end, 2) for end in near.tolist()]))
+        view.append(views[key])
+        start = stop
+    return np.array(view, np.int64), found

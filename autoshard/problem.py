@@ -31,6 +31,7 @@ import numpy as np
 
 from autoshard.errors import ProblemError
 from autoshard.fields import integers, member, vector, vectors
+from autoshard.packed import Packed, packed
 
 FORBIDDEN = 10**18  # the cost by which an IOPDDL file forbids a choice
 
@@ -108,37 +109,39 @@ class ShardingProblem:
 
     def objective_s(self, choices: Sequence[int]) -> float:
         """Returns the cost of `choices` (one strategy a node); inf where a pair is forbidden."""
-        costs, node_at, edge_at, columns, a, b = self._costs
         picked = np.asarray(choices, np.int64)
         if len(picked) != len(self.nodes):
             raise ValueError(f"{len(picked)} choices for {len(self.nodes)} nodes")
-        own, pairs = costs[node_at + picked], costs[edge_at + picked[a] * columns + picked[b]]
-        return math.fsum(own.tolist() + pairs.tolist())
+        (a, b), own, pairs = self.ends, self.node_costs, self.edge_costs
+        columns = np.array([m.shape[1] for m in pairs.distinct], np.int64)[pairs.numbers]
+        costs = np.concatenate(
+            [
+                own.values[own.starts + picked],
+                pairs.values[pairs.starts + picked[a] * columns + picked[b]],
+            ]
+        )
+        return math.fsum(costs[costs != 0.0].tolist())
 
     @functools.cached_property
-    def _costs(self) -> tuple[np.ndarray, ...]:
-        """Costs of all nodes and edges, where those of each begin, edges' columns and ends.
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """`a` and `b` of all edges."""
+        a, b = [edge.a for edge in self.edges], [edge.b for edge in self.edges]
+        return np.array(a, np.int64), np.array(b, np.int64)
 
-        Equal costs that are one object are held once: a program of many layers has few.
-        """
-        nodes, edges = [n.costs_s for n in self.nodes], [e.costs_s for e in self.edges]
-        held = {id(costs): costs for costs in (*nodes, *edges)}
-        sizes = np.array([costs.size for costs in held.values()], np.int64)
-        starts = dict(zip(held, (np.cumsum(sizes) - sizes).tolist(), strict=True))
-        return (
-            np.concatenate([np.zeros(0), *(costs.ravel() for costs in held.values())]),
-            np.array([starts[id(costs)] for costs in nodes], np.int64),
-            np.array([starts[id(costs)] for costs in edges], np.int64),
-            np.array([costs.shape[1] for costs in edges], np.int64),
-            np.array([edge.a for edge in self.edges], np.int64),
-            np.array([edge.b for edge in self.edges], np.int64),
-        )
+    @functools.cached_property
+    def node_costs(self) -> Packed:
+        return packed(node.costs_s for node in self.nodes)
+
+    @functools.cached_property
+    def edge_costs(self) -> Packed:
+        return packed(edge.costs_s for edge in self.edges)
 
     def usage_bytes(self, choices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the times [T] at which the usage changes and the bytes [T] from then on."""
         times, first, last = self._spans
         change = np.zeros(len(times) + 1)
-        taken = np.array([u.bytes[choices[u.node]] for u in self.usages], np.float64)
+        nodes, held = self._held
+        taken = held.values[held.starts + np.asarray(choices, np.int64)[nodes]]
         np.add.at(change, first, taken)
         np.subtract.at(change, last, taken)
         return times, np.cumsum(change[:-1])
@@ -176,6 +179,11 @@ class ShardingProblem:
             for r in range(start[u], end[u]):
                 members[r].append(u)
         return [tuple(m) for m in members]
+
+    @functools.cached_property
+    def _held(self) -> tuple[np.ndarray, Packed]:
+        nodes = np.array([u.node for u in self.usages], np.int64)
+        return nodes, packed(u.bytes for u in self.usages)
 
     @functools.cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -117,8 +117,8 @@ def _signature(eqn: JaxprEqn, forms: dict[int, tuple]) -> Hashable:
         if known is None or known[0] is not v.aval:
             known = forms[id(v.aval)] = (v.aval, _form(v.aval))
         avals.append(known[1])
-    params = tuple([(name, _frozen(value)) for name, value in sorted(eqn.params.items())])
-    return (eqn.primitive, len(eqn.invars), params, *avals, eqn.ctx.threefry_partitionable)
+    params = [(k, v if type(v) in _PLAIN else _frozen(v)) for k, v in eqn.params.items()]
+    return (eqn.primitive, len(eqn.invars), *params, *avals, eqn.ctx.threefry_partitionable)
 
 
 def _form(aval) -> Hashable:
