@@ -11,7 +11,7 @@ PACKAGE = ROOT / "autoshard"
 
 # A module may import only modules that stand above it.
 ORDER = """
-errors leading loads
+errors leading loads packed
 sharding hardware fields factors clock references
 problem
 graph topology
