@@ -49,7 +49,7 @@ class Fold:
     def usages(self, usages: Sequence[Usage]) -> tuple[Usage, ...]:
         """Returns the same usages, each of its node's class."""
         classes = self.classes.tolist()
-        return tuple(dataclasses.replace(u, node=classes[u.node]) for u in usages)
+        return tuple([Usage(classes[u.node], u.start, u.end, u.bytes, u.label) for u in usages])
 
     def node_sums(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the sum [S] of each class; equal classes hold equal arrays."""

@@ -68,11 +68,8 @@ class Copying:
         self._place = np.array(at, np.int64)
         self._sizes = np.concatenate(sizes)
 
-    def _label(self, r: int) -> str:
-        op = self._ops[self.reads.ends[r][0]]
-        if op.kind is Kind.INPUT:
-            return f"copy of {op.results[0].name}"
-        return f"{self._values[r].name}, resharded"
+    def _copy_label(self, r: int) -> str:
+        return f"copy of {self._ops[self.reads.ends[r][0]].results[0].name}"
 
     def __str__(self) -> str:
         return f"{len(self._values)} operands, {np.count_nonzero(self._kept)} of them copied"
@@ -87,8 +84,11 @@ class Copying:
             size[b] = self._gathered_bytes(moved[b], have[b], want[b])
         starts = self._start[moved]
         starts = np.where(self._is_early(moved, have, want), self._early[moved], starts)
-        labels = [self._label(r) for r in moved.tolist()]
         temporary, scale = self._temporary[moved], self._scale[moved]
+        labels = [
+            f"{self._values[r].name}, resharded" if short else self._copy_label(r)
+            for r, short in zip(moved.tolist(), temporary.tolist(), strict=True)
+        ]
         return moved, Buffers(starts, self._end[moved], size * scale, temporary, labels)
 
     def _is_early(self, moved: np.ndarray, have: np.ndarray, want: np.ndarray) -> np.ndarray:

@@ -443,21 +443,14 @@ class Held:
     """What the usages of a problem hold, for any choices."""
 
     def __init__(self, choices: Choices):
-        usages = choices.problem.usages
-        temporary = (Kind.LEAF, Kind.SLICE, Kind.ENTER, Kind.READ)
-        self.nodes = np.array([u.node for u in usages], np.int64)
-        self.starts = np.array([u.start for u in usages], np.int64)
-        self.ends = np.array([u.end for u in usages], np.int64)
+        temporary = frozenset((Kind.LEAF, Kind.SLICE, Kind.ENTER, Kind.READ))
+        usages, self.spans = choices.problem.usages, choices.problem.spans
         self.temporary = np.array([choices.ops[u.node].kind in temporary for u in usages], bool)
         self.labels = [u.label for u in usages]
-        counts = np.array([len(u.bytes) for u in usages], np.int64)
-        self.offsets = np.cumsum(counts) - counts
-        self.bytes = np.concatenate([np.zeros(0), *(u.bytes for u in usages)])
 
     def buffers(self, solution: Sequence[int]) -> Buffers:
-        picked = np.asarray(solution, np.int64)[self.nodes]
-        sizes = self.bytes[self.offsets + picked]
-        return Buffers(self.starts, self.ends, sizes, self.temporary, self.labels)
+        sizes = self.spans.taken(solution)
+        return Buffers(self.spans.starts, self.spans.ends, sizes, self.temporary, self.labels)
 
 
 def peak(choices: Choices, solution: Sequence[int]) -> tuple[float, list[tuple[str, float]]]:

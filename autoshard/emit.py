@@ -133,15 +133,18 @@ def _reshards(
     """Returns for each node whose operands are not all as its strategy wants them (operand number,
     steps) of those that are not."""
     found: dict[int, list[tuple[int, tuple[Step, ...]]]] = {}
-    for r in choices.reads.moved(solution)[0].tolist():
+    ways: dict[tuple, tuple[Step, ...]] = {}
+    columns = [a.tolist() for a in choices.reads.moved(solution)]
+    for r, *ends in zip(*columns, strict=True):
         i, k = choices.reads.ends[r][:2]
         op, value = choices.ops[i], choices.ops[i].operands[k]
         assert value is not None
-        want = choices.strategies[i][solution[i]].operands[k]
-        steps = choices.reshard_table(op, k, value).steps(
-            choices.sharding_of(value, solution), want
-        )
-        found.setdefault(i, []).append((k, steps))
+        key = (value.shape, value.itemsize, (op, k) in choices.narrow, *ends)
+        if key not in ways:
+            want = choices.strategies[i][solution[i]].operands[k]
+            have = choices.sharding_of(value, solution)
+            ways[key] = choices.reshard_table(op, k, value).steps(have, want)
+        found.setdefault(i, []).append((k, ways[key]))
     return found
 
 

@@ -28,9 +28,10 @@ class Packed:
 
 def packed(arrays: Iterable[np.ndarray]) -> Packed:
     arrays = list(arrays)
-    held = {id(array): array for array in arrays}
+    ids = list(map(id, arrays))
+    held = dict(zip(ids, arrays, strict=True))
     place = {key: number for number, key in enumerate(held)}
-    numbers = np.array([place[id(array)] for array in arrays], np.int64)
+    numbers = np.array(list(map(place.__getitem__, ids)), np.int64)
     sizes = np.array([array.size for array in held.values()], np.int64)
     values = np.concatenate([np.zeros(0), *(array.ravel() for array in held.values())])
     return Packed(tuple(held.values()), numbers, values, (np.cumsum(sizes) - sizes)[numbers])

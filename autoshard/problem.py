@@ -32,6 +32,7 @@ import numpy as np
 from autoshard.errors import ProblemError
 from autoshard.fields import integers, member, vector, vectors
 from autoshard.packed import Packed, packed
+from autoshard.spans import Spans
 
 FORBIDDEN = 10**18  # the cost by which an IOPDDL file forbids a choice
 
@@ -129,6 +130,10 @@ class ShardingProblem:
         return np.array(a, np.int64), np.array(b, np.int64)
 
     @functools.cached_property
+    def spans(self) -> Spans:
+        return Spans.of(self.usages)
+
+    @functools.cached_property
     def node_costs(self) -> Packed:
         return packed(node.costs_s for node in self.nodes)
 
@@ -138,13 +143,7 @@ class ShardingProblem:
 
     def usage_bytes(self, choices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the times [T] at which the usage changes and the bytes [T] from then on."""
-        times, first, last = self._spans
-        change = np.zeros(len(times) + 1)
-        nodes, held = self._held
-        taken = held.values[held.starts + np.asarray(choices, np.int64)[nodes]]
-        np.add.at(change, first, taken)
-        np.subtract.at(change, last, taken)
-        return times, np.cumsum(change[:-1])
+        return self.spans.used(choices)
 
     def peak_bytes(self, choices: Sequence[int]) -> float:
         """Returns the largest usage over time, 0 without usages."""
@@ -172,44 +171,13 @@ class ShardingProblem:
 
         Only usages that can be above zero count.
         """
-        start, end = live_rows(self.usages)
+        start, end = self.spans.rows()
         rows = int(end.max(initial=0))
         members: list[list[int]] = [[] for _ in range(rows)]
         for u in range(len(self.usages)):
             for r in range(start[u], end[u]):
                 members[r].append(u)
         return [tuple(m) for m in members]
-
-    @functools.cached_property
-    def _held(self) -> tuple[np.ndarray, Packed]:
-        nodes = np.array([u.node for u in self.usages], np.int64)
-        return nodes, packed(u.bytes for u in self.usages)
-
-    @functools.cached_property
-    def _spans(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        start = np.array([u.start for u in self.usages], np.int64)
-        end = np.maximum(np.array([u.end for u in self.usages], np.int64), start)
-        times = np.unique(np.concatenate([start, end]))
-        return times, np.searchsorted(times, start), np.searchsorted(times, end)
-
-
-def live_rows(usages: Sequence[Usage]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each usage the memory rows [first, last) in which it counts, in order of time.
-
-    A row is a maximal live set: a moment at which something starts just before something ends.
-    Usages that are never live or always zero get an empty range.
-    """
-    start = np.array([u.start for u in usages], np.int64)
-    end = np.array([u.end for u in usages], np.int64)
-    counts = np.array([u.end > u.start and u.bytes.max(initial=0.0) > 0 for u in usages], bool)
-    starts, ends = np.unique(start[counts]), np.unique(end[counts])
-    # A start is a row's time when an end follows before the next start does.
-    next_end = ends[np.searchsorted(ends, starts, side="right")] if len(starts) else starts
-    next_start = np.append(starts[1:], np.iinfo(np.int64).max)[: len(starts)]
-    times = starts[next_end <= next_start]
-    first = np.where(counts, np.searchsorted(times, start), 0)
-    last = np.where(counts, np.searchsorted(times, end), 0)
-    return first, last
 
 
 class Status(enum.Enum):

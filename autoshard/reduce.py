@@ -22,7 +22,7 @@ import numpy as np
 
 from autoshard.answer import Answer
 from autoshard.loads import Load, merged
-from autoshard.problem import ShardingProblem, live_rows
+from autoshard.problem import ShardingProblem
 
 MAX_TABLE = 4_000_000  # entries of the largest table built while eliminating or comparing
 MAX_COMPARED = 300  # strategies of a node up to which they are compared for dominance
@@ -72,7 +72,7 @@ class Core:
         self._queue = collections.deque(range(len(problem.nodes)))
         self._queued = [True] * len(problem.nodes)
         limit = problem.usage_limit_bytes if memory else None
-        first, last = live_rows(problem.usages)
+        first, last = problem.spans.rows()
         rows = int(last.max(initial=0)) if limit is not None else 0
         self.row_names = np.arange(rows)
         self.room_bytes = np.full(rows, 0.0 if limit is None else limit)
@@ -419,12 +419,15 @@ def _span_count(loads: list[Load]) -> int:
 
 def _loads(problem: ShardingProblem, first: np.ndarray, last: np.ndarray) -> dict[int, list[Load]]:
     """Returns the loads of each node; usage k counts in the memory rows [first[k], last[k])."""
-    alike: dict[tuple[int, bytes], list[int]] = {}
+    spans = problem.spans
+    contents: dict[bytes, int] = {}
+    same = [contents.setdefault(a.tobytes(), len(contents)) for a in spans.bytes.distinct]
+    keys = spans.nodes * (len(contents) + 1) + np.array(same, np.int64)[spans.bytes.numbers]
+    alike: dict[int, list[int]] = {}
     for k in np.flatnonzero(first < last).tolist():
-        usage = problem.usages[k]
-        alike.setdefault((usage.node, usage.bytes.tobytes()), []).append(k)
+        alike.setdefault(int(keys[k]), []).append(k)
     found: dict[int, list[Load]] = {}
-    for (i, _), which in alike.items():
-        load = Load(problem.usages[which[0]].bytes, first[which], last[which])
-        found.setdefault(i, []).append(load)
+    for which in alike.values():
+        usage = problem.usages[which[0]]
+        found.setdefault(usage.node, []).append(Load(usage.bytes, first[which], last[which]))
     return found

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "autoshard"
 ORDER = """
 errors leading loads packed
 sharding hardware fields factors clock references
+spans
 problem
 graph topology
 collectives
