@@ -131,8 +131,8 @@ class _Pricing:
         self._indices: dict[tuple, np.ndarray] = {}
         self._edges: dict[tuple, _PricedEdge] = {}
         self._reduced: dict[int, tuple[np.ndarray, np.ndarray, bool]] = {}
-        self._idle: dict[int, np.ndarray] = {}
-        self._texts: dict[int, tuple[str, ...]] = {}
+        self._forms: dict[int, tuple[tuple[str, ...], np.ndarray | None]] = {}
+        self._relaid: dict[tuple, np.ndarray] = {}
         self._moves: dict[tuple, np.ndarray] = {}
         self._nodes: dict[tuple, np.ndarray] = {}
         self._compute: dict[tuple, np.ndarray] = {}
@@ -187,21 +187,20 @@ class _Pricing:
         return self.local_bytes(i, role, k, value)
 
     def node(self, i: int) -> Node:
-        op = self.ops[i]
-        strategies = self.strategies[i]
-        texts = self._texts.get(id(strategies))
-        if texts is None:
-            texts = self._texts[id(strategies)] = tuple(map(str, strategies))
-        return Node(self._costs_s(i), op.path, texts)
+        op, strategies = self.ops[i], self.strategies[i]
+        form = self._forms.get(id(strategies))
+        if form is None:
+            idle = None if self._reduced_of(i)[2] else np.zeros(len(strategies))
+            form = self._forms[id(strategies)] = tuple(map(str, strategies)), idle
+        texts, costs = form
+        kernels = self.live.fusion.kernels
+        if costs is None or op in kernels or op.primitive in MATMULS or op in self.copied:
+            costs = self._costs_s(i)
+        return Node(costs, op.path, texts)
 
     def _costs_s(self, i: int) -> np.ndarray:
         """Returns [S] the seconds of an operation in a step; the same object for many alike."""
-        op, key = self.ops[i], id(self.strategies[i])
-        if op not in self.live.fusion.kernels and op not in self.copied:
-            if op.primitive not in MATMULS and not self._reduced_of(i)[2]:
-                if key not in self._idle:
-                    self._idle[key] = np.zeros(len(self.strategies[i]))
-                return self._idle[key]
+        op = self.ops[i]
         compute_s, collective_s = self._compute_s(i), self._collective_s(i)
         move_s = self._move_s(i)
         key = (op.trips, id(compute_s), id(collective_s), id(move_s))
@@ -348,7 +347,9 @@ class _Pricing:
     ) -> "_PricedEdge":
         """Returns the price of reading a value; the same objects wherever they are equal."""
         ends = self.strategies[a], self.strategies[b]
-        itemsize = 2 if (self.ops[b], k) in self.narrow else value.itemsize
+        itemsize = value.itemsize
+        if itemsize > 2 and (self.ops[b], k) in self.narrow:
+            itemsize = 2
         key = (id(ends[0]), r, id(ends[1]), k, value.shape, itemsize, trips, donated)
         found = self._edges.get(key)
         if found is None:
@@ -395,9 +396,13 @@ class _Pricing:
         rows, lanes = self.topology.chip.tile(4)
         if len(value.shape) < 3 or not self.ops[i].operands or self.ops[i] in self.copied:
             return np.zeros(len(size))
-        shardings = [s.results[0] for s in self.strategies[i]]
-        local = [s.local_shape(value.shape, self.topology.mesh) for s in shardings]
-        return size * [1 < shape[-2] < rows and shape[-1] >= lanes for shape in local]
+        key = (id(self.strategies[i]), value.shape)
+        if key not in self._relaid:
+            shardings = [s.results[0] for s in self.strategies[i]]
+            local = [s.local_shape(value.shape, self.topology.mesh) for s in shardings]
+            part = [1 < shape[-2] < rows and shape[-1] >= lanes for shape in local]
+            self._relaid[key] = np.array(part, bool)
+        return size * self._relaid[key]
 
     def _partial_usages(self, i: int) -> list[Usage]:
         """Partial sums: until they are combined, or scattered, which waits for the loop's end."""

@@ -17,6 +17,7 @@ Seen in the schedules of the TPU compiler; `tests/test_fusion.py` has examples.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from autoshard.graph import Kind, Op, Value
 
@@ -57,8 +58,7 @@ MAX_WORK = 64  # operations that several readers would each repeat
 Readers = dict[Value, list[tuple[Op, int]]]  # operations and operand numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class Root:
+class Root(NamedTuple):
     """A stored value that an operation reads from memory, through its operand number `operand`."""
 
     value: Value
@@ -66,8 +66,7 @@ class Root:
     size_bytes: float  # of the whole value, or of the window read
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """What an operation reads, and the elementwise operations that it computes on the way.
 
     `vector_ops`: through each operand number, their count over the whole arrays.
@@ -150,6 +149,7 @@ class _Analysis:
     def __init__(self, ops: tuple[Op, ...], readers: Readers):
         self.readers = readers
         self.order = {op: t for t, op in enumerate(ops)}
+        self.wanted, self.last = _wanted(ops)
         self.inside: set[Value] = set()  # between a matmul and where its readers run together
         self.origin: dict[Value, Value] = {}  # of a pending value: the matmul's result
         self.stored: set[Value] = set()
@@ -212,7 +212,6 @@ class _Analysis:
         if op.primitive in _KERNELS or (op.primitive in _MOVES and _moves_elements(op)):
             self._write(value)
             return
-        found = final_readers(value, self.readers)
         operands = [v for v in op.operands if v is not None]
         constant = self.constant.issuperset(operands)
         if constant:
@@ -221,37 +220,42 @@ class _Analysis:
             self.filled.add(value)
             self.free.add(value)
             return
-        if constant and self._masks(op, value, operands, found):
+        if constant and self._masks(op, value, operands):
             self.free.add(value)
             return
         waits = not self.pending.isdisjoint(operands)
         if waits:
             self._part(op, operands)
             waits = not self.pending.isdisjoint(operands)
-        matmul = is_matmul(op)
-        if not all([_takes(r, value) for r in found]):
+        if value in self.wanted:
             self._write(value)
         elif value in self.inside:
             self._carry(value, operands)
-        elif matmul or waits:
+        elif waits or is_matmul(op):
             self._carry(value, operands)
             self.chain[value] = self._chain(value, operands)
+            found = final_readers(value, self.readers)
             if not (len(found) == 1 and _joins(found[0])) and not self._rejoins(value):
                 self._keep(value)
         else:
-            self._compute(op, value, operands, found)
-        if value not in self.stored and any([r.kind in ENDS for r in found]):
+            self._compute(op, value, operands)
+        if value in self.last and value not in self.stored:
             self.ended.add(value)
 
-    def _compute(self, op: Op, value: Value, operands: list[Value], found: list[Op]) -> None:
+    def _compute(self, op: Op, value: Value, operands: list[Value]) -> None:
         """Leaves a value to its readers to compute, unless several would do so at a high cost."""
-        work = 1 + sum([self.work.get(v, 0) for v in operands])
-        if len(found) > 1 and (
-            self._is_narrower(op) or self._is_costly(value, found) or work > MAX_WORK
-        ):
-            self._write(value)
-        else:
-            self.work[value] = work
+        work = 1
+        for v in operands:
+            work += self.work.get(v, 0)
+        direct = self.readers.get(value, ())
+        if len(direct) > 1 or (direct and direct[0][0].kind is Kind.READ):
+            found = final_readers(value, self.readers)
+            if len(found) > 1 and (
+                self._is_narrower(op) or self._is_costly(value, found) or work > MAX_WORK
+            ):
+                self._write(value)
+                return
+        self.work[value] = work
 
     def _carry(self, value: Value, operands: list[Value]) -> None:
         """Marks a result as still on its way, and notes which matmul it comes from."""
@@ -319,19 +323,19 @@ class _Analysis:
 
     def _fills(self, op: Op, operands: list[Value]) -> bool:
         """Whether an operation only fills an array with a scalar or an index."""
-        if not any([v.shape for v in operands]):
-            return True
-        return op.primitive in RECASTS and op.operands[0] in self.filled
+        for v in operands:
+            if v.shape:
+                return op.primitive in RECASTS and op.operands[0] in self.filled
+        return True
 
-    def _masks(self, op: Op, value: Value, operands: list[Value], found: list[Op]) -> bool:
+    def _masks(self, op: Op, value: Value, operands: list[Value]) -> bool:
         """Whether a constant follows from scalars and indices alone, for readers that compute it.
 
         Shardy then computes it anew for each reader, in the sharding that this one wants.
         """
-        if is_matmul(op):
+        if is_matmul(op) or value in self.wanted:
             return False
-        free = all([not v.shape or v in self.free for v in operands])
-        return free and all([_takes(r, value) for r in found])
+        return all([not v.shape or v in self.free for v in operands])
 
     def _is_costly(self, value: Value, found: list[Op]) -> bool:
         """Whether a matmul and others would each compute the value from several large arrays.
@@ -341,7 +345,7 @@ class _Analysis:
         if not any(is_matmul(r) for r in found):
             return False
         roots: dict[Value, Root] = {}
-        self._roots(value, 0, math.inf, roots, set())
+        self._roots(value, 0, math.inf, roots, {value})
         return sum(r.size_bytes >= value.size_bytes for r in roots.values()) > 1
 
     def _is_narrower(self, op: Op) -> bool:
@@ -360,9 +364,16 @@ class _Analysis:
         vector_ops: list[tuple[int, float]] = []
         seen: set[Value] = set()
         for k, value in enumerate(op.operands):
-            if value is not None:
-                count = self._roots(value, k, math.inf, found, seen)
-                vector_ops.append((k, count + _vector_ops(op, value, k)))
+            if value is None:
+                continue
+            count = 0.0
+            if value not in seen:
+                seen.add(value)
+                if value in self.stored:
+                    found[value] = Root(value, k, value.size_bytes)
+                else:
+                    count = self._roots(value, k, math.inf, found, seen)
+            vector_ops.append((k, count + _vector_ops(op, value, k)))
         if not matmul and self.ended.issuperset(op.results):
             found = {v: root for v, root in found.items() if v not in self.updates}
             self.updates |= found
@@ -371,20 +382,23 @@ class _Analysis:
     def _roots(
         self, value: Value, k: int, window: float, found: dict[Value, Root], seen: set[Value]
     ) -> float:
-        """Finds the roots of a value, and returns the vector operations between them and it."""
-        if value in seen:
-            return 0.0
-        seen.add(value)
-        if value in self.stored:
-            found[value] = Root(value, k, min(window, value.size_bytes))
-            return 0.0
+        """Finds the roots of a value that is not stored, as far as they are not yet seen, and
+        returns the vector operations between them and it."""
         op = self.maker[value]
         if is_matmul(op):
             return 0.0  # its own kernel reads them
         if op.primitive in WINDOWS:
             window = min(window, value.size_bytes)
-        below = [self._roots(v, k, window, found, seen) for v in op.operands if v is not None]
-        return sum(below) + VECTOR_OPS.get(op.primitive, 1.0) * math.prod(value.shape)
+        count = 0.0
+        for v in op.operands:
+            if v is None or v in seen:
+                continue
+            seen.add(v)
+            if v in self.stored:
+                found[v] = Root(v, k, min(window, v.size_bytes))
+            else:
+                count += self._roots(v, k, window, found, seen)
+        return count + VECTOR_OPS.get(op.primitive, 1.0) * math.prod(value.shape)
 
 
 def _vector_ops(op: Op, value: Value, k: int) -> float:
@@ -406,13 +420,24 @@ def _moves_elements(op: Op) -> bool:
     return bool(before and after) and before[-1] != after[-1]
 
 
-def _takes(reader: Op, value: Value) -> bool:
-    """Whether a reader can compute the value itself, without finding it in memory."""
-    if reader.kind is Kind.CARRY:
-        return len(reader.operands) > 1 and value is reader.operands[1]
-    if reader.kind in ENDS:
-        return True
-    return reader.kind is Kind.LEAF and reader.primitive not in HEAVY
+def _wanted(ops: tuple[Op, ...]) -> tuple[set[Value | None], set[Value | None]]:
+    """Returns the values that some reader wants in memory, since it cannot compute them itself,
+    and those that are computed into the buffer of a border."""
+    wanted: set[Value | None] = set()
+    last: set[Value | None] = set()
+    for op in ops:
+        if op.kind in ENDS:
+            last.update(op.operands)
+            if op.kind is Kind.CARRY:
+                wanted.update(op.operands[:1])
+        elif op.kind is not Kind.READ and (op.kind is not Kind.LEAF or op.primitive in HEAVY):
+            wanted.update(op.operands)
+    for op in reversed(ops):
+        if op.kind is Kind.READ:
+            for found in (wanted, last):
+                if op.results[0] in found:
+                    found.update(op.operands)
+    return wanted, last
 
 
 def _joins(reader: Op) -> bool:

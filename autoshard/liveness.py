@@ -153,27 +153,23 @@ class _Lives:
         for op in self.ops:
             if op.kind is Kind.CARRY and len(op.operands) > 1 and op.operands[1] is not None:
                 ends[op.operands[1]] = self.spans[op][1]
+        written = self.fusion.written
         for op in reversed(self.ops):
-            if op.kind in (Kind.INPUT, Kind.OUTPUT):
+            kind = op.kind
+            if kind is Kind.INPUT or kind is Kind.OUTPUT:
                 continue  # the result's own buffer is counted there
-            last = self._last_need(op, ends)
-            for k, value in enumerate(op.operands):
-                if (
-                    value is not None
-                    and ends[value] < last
-                    and (k != 1 or op.kind is not Kind.CARRY)
-                ):
+            if kind is Kind.ENTER or kind is Kind.SLICE:
+                last = self.spans[op][1]
+            else:
+                last = self.runs[op] + (kind not in ALIASES)
+                if not is_matmul(op):  # its kernel runs once, whoever writes the result
+                    for value in op.results:
+                        if value not in written and ends[value] > last:
+                            last = ends[value]
+            for value in op.operands if kind is not Kind.CARRY else op.operands[:1]:
+                if value is not None and ends[value] < last:
                     ends[value] = last
         return ends
-
-    def _last_need(self, op: Op, ends: dict[Value, int]) -> int:
-        """Returns until when an operation, or who computes its results, needs its operands."""
-        if op.kind in (Kind.ENTER, Kind.SLICE):
-            return self.spans[op][1]
-        last = self.runs[op] + (op.kind not in ALIASES)
-        if is_matmul(op):
-            return last  # its kernel runs once, whoever writes the result
-        return max([last, *[ends[v] for v in op.results if v not in self.fusion.written]])
 
     def summed(self) -> dict[Op, Total]:
         """Returns the operations whose results a loop does nothing with but add to a carry."""

@@ -33,18 +33,20 @@ def rules_for(eqns: Sequence[JaxprEqn]) -> list[Rule]:
     Warns with a ReplicatedWarning where an equation has no rule.
     """
     forms: dict[int, tuple] = {}
-    keys = [_signature(eqn, forms) for eqn in eqns]
-    missing = {key: eqn for key, eqn in zip(keys, eqns, strict=True) if key not in _cache}
-    found = dict(zip(missing, _new_rules(list(missing.values())), strict=True))
-    found.update((key, _cache[key]) for key in keys if key not in found)
-    for key in found:
-        _cache[key] = found[key]
+    numbers: dict[Hashable, int] = {}
+    which = [numbers.setdefault(_signature(eqn, forms), len(numbers)) for eqn in eqns]
+    example = dict(zip(reversed(which), reversed(eqns), strict=True))
+    missing = {key: example[n] for key, n in numbers.items() if key not in _cache}
+    new = dict(zip(missing, _new_rules(list(missing.values())), strict=True))
+    found = [new[key] if key in new else _cache[key] for key in numbers]
+    for key, rule in zip(numbers, found, strict=True):
+        _cache[key] = rule
         _cache.move_to_end(key)
     while len(_cache) > _CACHE_SIZE:
         _cache.popitem(last=False)
     rules = []
-    for key, eqn in zip(keys, eqns, strict=True):
-        rule = found[key]
+    for n, eqn in zip(which, eqns, strict=True):
+        rule = found[n]
         if rule is None:
             rule = replicated_rule(eqn)
             declared = eqn.primitive.name in primitives.REPLICATED
