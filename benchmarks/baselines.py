@@ -34,8 +34,10 @@ def _transformers(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
             (*heads, ("D", DATA)), least=LEAST,
         )  # fmt: skip
         yield HandPlan(
-            "FSDP, sequence split", mesh, (("B", DATA), ("S", MODEL)), (("D", ALL),), least=LEAST
-        )
+            "FSDP, sequences split, keys and values gathered, no windows", mesh,
+            (("B", DATA), ("S", MODEL), ("T", MODEL)), fsdp, least=LEAST, inside=("T",),
+            windowed=False,
+        )  # fmt: skip
     for mesh in wide:
         yield HandPlan("FSDP + TP", mesh, (*heads, ("B", DATA)), (*heads, ("D", DATA)), least=LEAST)
         yield HandPlan(
@@ -64,10 +66,10 @@ def _few_sequences(meshes: tuple[str, ...]) -> Iterator[HandPlan]:
             windowed=False,
         )  # fmt: skip
         yield HandPlan(
-            "sequences split, FSDP, no windows", mesh, split, fsdp, least=LEAST, windowed=False
-        )
+            "sequences split, keys and values gathered, FSDP, no windows", mesh,
+            (*split, ("T", rest)), fsdp, least=LEAST, inside=("T",), windowed=False,
+        )  # fmt: skip
         if mesh == wide:
-            yield HandPlan("sequences split, FSDP", mesh, split, fsdp, least=LEAST)
             yield HandPlan(
                 "FSDP + TP + sequence", mesh, (*heads, *split), (*heads, ("D", DATA)), least=LEAST
             )

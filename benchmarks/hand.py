@@ -28,6 +28,7 @@ Where = tuple[tuple[str, Axes], ...]  # first come, first served: a mesh axis is
 
 _HEAVY = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
 _BATCH = ("B", "S", "T")
+_SAME = ("T", "S")  # positions attended to, positions
 _WHOLE_OPERANDS = ("gather", "scatter-add", "scatter_add")
 
 
@@ -43,6 +44,8 @@ class HandPlan:
       experts: dims split over axes only where a weight with such a dim takes part.
       outside: dims split only where no weight takes part, as heads in attention between split
         sequences.
+      inside: dims split only where a weight takes part, as the positions of keys and values that
+        are gathered for attention.
       windowed: whether XLA may turn products with split weights into loops of permutes; experts
         forbid it by a compiler option where the slower products cost more than the overlap gains.
     """
@@ -55,6 +58,7 @@ class HandPlan:
     least: int = 0
     experts: tuple[str, ...] = ("E",)
     outside: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
     windowed: bool = True
 
     @property
@@ -181,8 +185,9 @@ class HandJit:
         has_weight = any(
             v is not None and v.shape and "B" not in self.names.of(v) for v in op.operands
         )
-        for letter, axes in self.plan.compute:
-            if letter in (self.plan.outside if has_weight else self.plan.experts):
+        plan = self.plan
+        for letter, axes in plan.compute:
+            if letter in (plan.outside if has_weight else (*plan.experts, *plan.inside)):
                 continue
             for f, name in enumerate(letters):
                 splits = rule.kinds[f] in (FactorKind.PASS, FactorKind.REDUCE)
@@ -253,7 +258,8 @@ class _Names:
             else:
                 letters = self.factors(op, rule)
                 for dims, made in zip(rule.results, op.results, strict=True):
-                    self._of[id(made)] = tuple(_first(letters, dim) for dim in dims)
+                    names = tuple(_first(letters, dim) for dim in dims)
+                    self._of[id(made)] = self._attended(op, names)
 
     def of(self, value: Value | None, shape: Sequence[int] = ()) -> Names:
         if value is None:
@@ -261,13 +267,21 @@ class _Names:
         return self._of.get(id(value), (None,) * len(value.shape))
 
     def factors(self, op: Op, rule: Rule) -> list[str | None]:
-        """Returns the letter of each factor: what any operand calls it."""
+        """Returns the letter of each factor: what any operand calls it, S rather than T."""
         letters: list[str | None] = [None] * len(rule.sizes)
         for dims, value in zip(rule.operands, op.operands, strict=True):
             for dim, name in zip(dims, self.of(value), strict=False):
-                if dim and name and letters[dim[0]] is None:
+                if dim and name and (letters[dim[0]] is None or (letters[dim[0]], name) == _SAME):
                     letters[dim[0]] = name
         return letters
+
+    def _attended(self, op: Op, names: Names) -> Names:
+        """Keys and values have positions attended to, T; what they are made of has S."""
+        weights = [set(self.of(v)) for v in op.operands if v is not None]
+        if op.primitive != "dot_general" or set("DKH") not in weights:
+            return names
+        old, new = _SAME if "D" in names else reversed(_SAME)
+        return tuple(new if n == old else n for n in names)
 
     def _border(self, op: Op) -> None:
         known = [self.of(v) for v in op.operands if v is not None]

@@ -85,7 +85,7 @@ WORKLOADS = (
     Workload("128k words", "gpt", "1b", "v5e:4x4", {"layers": 4, "vocab": 128_256}),
     Workload("encoder-decoder", "encdec", "big", "v6e:4x4", {"batch": 512}),
     Workload("SSM", "ssm", "130m", "v5e:2x4"),
-    Workload("U-Net", "unet", "cifar", "v5e:2x4", {"batch": 512}),
+    Workload("U-Net", "unet", "cifar", "v5e:2x4", {"channels": (128, 256), "batch": 256}),
     Workload("GPT 8B", "gpt", "8b", "v5p:2x2x2", {"batch": 32}),
     Workload("GPT 8B in 46 GiB", "gpt", "8b", "v5p:2x2x2", {"batch": 32}, 46 * GIB),
     Workload("GPT 1B unrolled", "gpt", "1b", "v5e:4x4", {"layers": 4, "scan": False}),
