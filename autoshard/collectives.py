@@ -157,7 +157,7 @@ def scatters(topology: Topology, axes: Axes) -> bool:
     Over a whole slice of equal torus dims (v5e 4x4, v5p 2x2x2) the TPU compiler sums everything on
     every device and slices; over 2x4, one dim or part of a slice it does not.
     """
-    dims = [part for axis in axes for part in topology.parts(axis) if part[0] > 1]
+    dims = [part for part in topology.dims(axes) if part[0] > 1]
     torus = len(dims) > 1 and all(not link.switched for _, link in dims)
     whole = topology.mesh.size(axes) == topology.mesh.device_count
     return not (torus and whole and len({size for size, _ in dims}) == 1)
@@ -205,6 +205,8 @@ def _linear(kind: Kind, topology: Topology, axes: Axes) -> Linear:
     hops_s = sum(level.hops_s for level in levels)
     if kind is Kind.ALL_TO_ALL or kind is Kind.PERMUTE:
         whole = kind is Kind.PERMUTE
+        if whole:  # perhaps along one axis only
+            levels += tuple(level for axis in axes for level in levels_of(topology, (axis,)))
         ports = [port for level in levels for port in _ports(level)]
         return Linear(launch_s + hops_s, max(_exchange(n, link, whole) for n, link in ports))
     s_per_byte, inner = 0.0, 1
@@ -218,11 +220,10 @@ def _linear(kind: Kind, topology: Topology, axes: Axes) -> Linear:
 def levels_of(topology: Topology, axes: Axes) -> tuple[Level, ...]:
     """Returns the levels that a group of devices along `axes` spans, the fastest first."""
     groups: dict[tuple, list[tuple[int, Link]]] = {}
-    for axis in axes:
-        for size, link in topology.parts(axis):
-            if size > 1:
-                key = (link.kind, link.bytes_per_s) if link.switched else (link.kind,)
-                groups.setdefault(key, []).append((size, link))
+    for size, link in topology.dims(axes):
+        if size > 1:
+            key = (link.kind, link.bytes_per_s) if link.switched else (link.kind,)
+            groups.setdefault(key, []).append((size, link))
     levels = [Level(tuple(dims)) for dims in groups.values()]
     return tuple(sorted(levels, key=lambda v: -v.ring_bytes_per_s))
 

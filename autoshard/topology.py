@@ -14,16 +14,61 @@ import numpy as np
 
 from autoshard.errors import HardwareError, MeshError
 from autoshard.hardware import Chip, Fabric, Hardware, Link
-from autoshard.sharding import MeshShape
+from autoshard.sharding import Axes, MeshShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Where the devices of a mesh stand: `places` are the bytes of int64[*sizes, columns]; each
+    column has a link."""
+
+    sizes: tuple[int, ...]
+    places: bytes
+    columns: tuple[Link | None, ...]
+
+    @functools.cached_property
+    def coordinates(self) -> np.ndarray:
+        return np.frombuffer(self.places, np.int64).reshape(*self.sizes, len(self.columns))
+
+    def lines(self, axes: Sequence[int]) -> np.ndarray:
+        """Returns the coordinates of each group along some axes: [groups, n, columns]."""
+        last = list(range(-1 - len(axes), -1))
+        moved = np.moveaxis(self.coordinates, list(axes), last)
+        return moved.reshape(-1, math.prod(self.sizes[a] for a in axes), len(self.columns))
+
+    @functools.cache  # noqa: B019 (grids are few and live as long as their topology)
+    def parts(self, axes: tuple[int, ...]) -> tuple[tuple[int, Link], ...] | None:
+        """Returns the `(size, link)` of the columns that a group along some axes spans, major
+        first, or None where it stands in no grid order."""
+        lines = self.lines(axes)
+        varying = [c for c in range(lines.shape[-1]) if (lines[..., c] != lines[:, :1, c]).any()]
+        steps = [np.diff(np.sort(lines[..., c])).astype(bool) for c in varying]
+        counts = [1 + int(step.sum(-1).max()) for step in steps]
+        if math.prod(counts) != lines.shape[1]:
+            return None
+        return tuple(
+            (n, _strided(link, lines[0, :, c], self.coordinates[..., c]))
+            for c, n in zip(varying, counts, strict=True)
+            if (link := self.columns[c]) is not None
+        )
+
+    def crowding(self, axes: Sequence[int], column: int) -> float:
+        """Returns how many groups share a link of a torus dim where most cross it."""
+        lines = self.lines(axes)[..., column]
+        first, last = lines.min(-1), lines.max(-1)
+        values = np.unique(lines)
+        links = self.coordinates[..., 0].size / len(values)
+        return max(float(((first <= v) & (v < last)).sum() / links) for v in values[:-1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A mesh with its chip and the link of each mesh axis."""
+    """A mesh with its chip, the link of each mesh axis, and where the devices stand if known."""
 
     mesh: MeshShape
     chip: Chip
     links: tuple[Link, ...]
+    grid: Grid | None = None
 
     def __post_init__(self):
         if len(self.links) != len(self.mesh.axes):
@@ -45,6 +90,17 @@ class Topology:
         """Returns the `(size, link)` that an axis is made of, major first."""
         link = self.link(axis)
         return link.parts or ((self.mesh.size(axis), link),)
+
+    def dims(self, axes: Axes) -> tuple[tuple[int, Link], ...]:
+        """Returns the `(size, link)` that several axes are made of together.
+
+        Axes that lie along one dim of a torus share its links.
+        """
+        if self.grid is not None and len(axes) > 1:
+            found = self.grid.parts(tuple(self.mesh.names.index(a) for a in axes))
+            if found is not None:
+                return found
+        return tuple(part for axis in axes for part in self.parts(axis))
 
     def __str__(self) -> str:
         axes = (f"{n}={s} {link}" for (n, s), link in zip(self.mesh.axes, self.links, strict=True))
@@ -83,35 +139,34 @@ def topology(mesh: MeshShape, hardware: Hardware, devices: np.ndarray | None = N
         nodes = _nodes(devices, fabric) if devices is not None else None
         coordinates = _switch_coordinates(mesh, fabric, nodes)
         columns = [fabric.across, fabric.inside]
-    axes = range(len(mesh.axes))
-    return Topology(
-        mesh, chip, tuple(_axis_link(i, mesh, coordinates, columns, hardware) for i in axes)
-    )
+    sizes = tuple(size for _, size in mesh.axes)
+    grid = Grid(sizes, np.ascontiguousarray(coordinates, np.int64).tobytes(), tuple(columns))
+    links = tuple(_axis_link(i, mesh, grid, hardware) for i in range(len(sizes)))
+    return Topology(mesh, chip, links, grid)
 
 
-def _axis_link(axis: int, mesh: MeshShape, coordinates: np.ndarray, columns, hardware) -> Link:
-    """Returns the link of one mesh axis; `coordinates` [*mesh, columns]."""
-    name, size = mesh.axes[axis]
-    lines = np.moveaxis(coordinates, axis, -2).reshape(-1, size, coordinates.shape[-1])
+def _axis_link(axis: int, mesh: MeshShape, grid: Grid, hardware: Hardware) -> Link:
+    """Returns the link of one mesh axis."""
+    name, _ = mesh.axes[axis]
+    lines, columns = grid.lines((axis,)), grid.columns
     varying = [c for c in range(lines.shape[-1]) if (lines[..., c] != lines[:, :1, c]).any()]
     if not varying:
-        return columns[-1] or hardware.links.inside
+        assert columns[-1] is not None
+        return columns[-1]
     missing = [c for c in varying if columns[c] is None]
     if missing:
         raise HardwareError(
             f"mesh axis {name!r} crosses domains of {hardware.name!r}, which has no link across:"
             " give Hardware(links=Fabric(..., across=Link(...)))"
         )
-    line = lines[0]
-    counts = [1 + int(np.diff(np.sort(lines[..., c])).astype(bool).sum(-1).max()) for c in varying]
-    if math.prod(counts) != size:
+    parts = grid.parts((axis,))
+    if parts is None:
         # Devices in no grid order: every hop may need every link, so the slowest one decides.
-        slowest = min((columns[c] for c in varying), key=lambda link: link.bytes_per_s)
-        return dataclasses.replace(slowest, wrap=False)
-    parts = tuple(
-        (n, _strided(columns[c], line[:, c], coordinates[..., c]))
-        for c, n in zip(varying, counts, strict=True)
-    )
+        crossed = {c: link for c in varying if (link := columns[c]) is not None}
+        slowest = min(crossed.values(), key=lambda link: link.bytes_per_s)
+        crowds = [grid.crowding((axis,), c) for c, link in crossed.items() if not link.switched]
+        speed = slowest.bytes_per_s / max(1.0, *crowds)
+        return dataclasses.replace(slowest, bytes_per_s=speed, wrap=False)
     if len(parts) == 1:
         return parts[0][1]
     slowest = min((link for _, link in parts), key=lambda link: link.bytes_per_s)

@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from autoshard import collectives
 from autoshard.errors import HardwareError, MeshError
 from autoshard.hardware import Fabric, Hardware, Link, preset
 from autoshard.sharding import MeshShape
@@ -176,3 +177,27 @@ def test_compile_only_tpus():
     data, model = links("data=2,model=8", "v5e", np.array(by_slice).reshape(2, 8))
     assert data.kind == "dcn"
     assert [(n, link.kind) for n, link in model.parts] == [(2, "ici"), (4, "ici")]
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (2, 4)])
+def test_a_collective_of_all_devices_costs_the_same_on_any_mesh(shape):
+    chips = list(devices(shape, tpu).flat)
+    # As `jax.make_mesh` lays out 2x4: a snake, off the grid for all axes but the last.
+    snake = (0, 4, 1, 5, 7, 3, 6, 2)
+    orders = [tuple(range(len(chips))), *([snake] if len(chips) == len(snake) else [])]
+    found = set()
+    for order in orders:
+        for model in (1, 2, 4):
+            mesh = MeshShape.parse(f"data={len(chips) // model},model={model}")
+            at = np.array([chips[i] for i in order], dtype=object).reshape(-1, model)
+            machine = topology(mesh, preset("v5e"), at)
+            reduced = collectives.all_reduce_s(machine, mesh.names, 1e8)
+            found.add((round(reduced, 9), collectives.scatters(machine, mesh.names)))
+    assert len(found) == 1
+
+
+def test_axes_along_one_torus_dim_share_its_links():
+    mesh = MeshShape.parse("data=2,model=2,rows=4")
+    machine = topology(mesh, preset("v5e"), devices((4, 4), tpu).reshape(2, 2, 4))
+    assert [n for n, _ in machine.dims(("data", "model", "rows"))] == [4, 4]
+    assert machine.dims(("data", "model")) == machine.parts("rows")
