@@ -6,7 +6,6 @@ limit, they become usages and the problem is solved again.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -85,6 +84,7 @@ class _Model:
         self.struck = False  # the time limit, in any solve
         self._run: Run | None = None  # the latest, and what the second objective may cost in it
         self._ties_s = 0.0
+        self._lifted_s: float | None = None
         self.problem = choices.problem if fold is None else fold.problem(choices.problem)
         if fold is None:
             self.node_ties: Sequence[np.ndarray] = choices.node_ties
@@ -94,9 +94,11 @@ class _Model:
             sums = fold.edge_sums(choices.problem.edges, choices.edge_ties)
             self.edge_ties = [edge.costs_s for edge in sums]
 
-    @functools.cached_property
-    def lifted_bound_s(self) -> float:
-        return -np.inf if self.fold is None else lifted_bound(self.choices.problem, self.fold)
+    def lifted_bound_s(self, fold: Fold, objective_s: float) -> float:
+        if self._lifted_s is None:
+            enough_s = (1 - AGAIN_GAP) * objective_s
+            self._lifted_s = lifted_bound(self.choices.problem, fold, enough_s)
+        return self._lifted_s
 
     def solve(
         self,
@@ -177,7 +179,7 @@ class _Model:
 
     def _unfolded(self, solution: Solution, fold: Fold) -> Solution:
         """The bound of the folded problem is none of the whole: nodes may differ there."""
-        bound_s = min(self.lifted_bound_s, solution.objective_s)
+        bound_s = min(self.lifted_bound_s(fold, solution.objective_s), solution.objective_s)
         proven = solution.objective_s - bound_s <= GAP * solution.objective_s
         return dataclasses.replace(
             solution,

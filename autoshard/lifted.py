@@ -13,18 +13,33 @@ from autoshard.coarsen import Fold, digests
 from autoshard.packed import numbered
 from autoshard.problem import ShardingProblem
 
-PASSES = 10  # up and down; the bound is worked out after every other one
+PASSES = 40  # up and down, at most
+ROUND = 4  # passes after which the bound is worked out
+GAIN = 5e-4  # of the bound, by which another round has to raise it to be worth its time
+LEVEL_GAIN = 1e-4  # the same of a levelling
+LEVELS = 4  # times that the messages are levelled in the end
+STEP = 0.7  # of the way
 
 
-def lifted_bound(problem: ShardingProblem, fold: Fold) -> float:
-    """Returns a lower bound in seconds of `problem`'s objective."""
+def lifted_bound(problem: ShardingProblem, fold: Fold, enough_s: float = np.inf) -> float:
+    """Returns a lower bound in seconds of `problem`'s objective; one of `enough_s` will do."""
     messages = _Messages(problem, fold)
-    bounds = []
+    best = -np.inf
     for k in range(PASSES):
         messages.sweep()
-        if k % 2:
-            bounds.append(messages.bound())
-    return max(bounds)
+        if k % ROUND == ROUND - 1:
+            before, bound = best, messages.bound()
+            best = max(best, bound)
+            if best >= enough_s or bound < before + GAIN * abs(before):
+                break
+    for _ in range(LEVELS):
+        if best >= enough_s:
+            break
+        messages.level()
+        before, best = best, max(best, messages.bound())
+        if best < before + LEVEL_GAIN * abs(before):
+            break
+    return best
 
 
 class _Messages:
@@ -43,7 +58,8 @@ class _Messages:
         self.view_counts = np.bincount(view)
         code, first = numbered((kinds * len(self.views) + view[a]) * len(self.views) + view[b])
         ends = (kinds[first].tolist(), view[a[first]].tolist(), view[b[first]].tolist())
-        self.edge_counts = list(zip(*ends, np.bincount(code).tolist(), strict=True))
+        keys = zip(*ends, strict=True)
+        self.edge_counts = list(zip(keys, np.bincount(code).tolist(), strict=True))
 
     def _directions(self, a: np.ndarray, b: np.ndarray, kinds: np.ndarray, fold: Fold) -> None:
         """For each class its kinds of edges to later and to earlier nodes, and how many a node."""
@@ -74,16 +90,45 @@ class _Messages:
             self.sent[kind][1 - side] = message - message.min()
 
     def bound(self) -> float:
+        shares, total = self._shares()
+        for (kind, a, b), count in self.edge_counts:
+            total += count * float(self._reduced(kind, shares[a], shares[b]).min())
+        return total
+
+    def level(self) -> None:
+        """Moves every node's costs from edges that cost more than its others to those that cost
+        less; in many steps, the bound would only rise (min-sum diffusion)."""
+        shares, _ = self._shares()
+        sums = [[np.zeros(n) for n in m.shape] for m in self.matrices]
+        counts = np.zeros(len(self.matrices))
+        for (kind, a, b), count in self.edge_counts:
+            costs = self._reduced(kind, shares[a], shares[b])
+            sums[kind][0] += count * costs.min(axis=1)
+            sums[kind][1] += count * costs.min(axis=0)
+            counts[kind] += count
+        for i in range(len(self.costs)):
+            near = [(*end, 0) for end in self.ahead[i]] + [(*end, 1) for end in self.behind[i]]
+            least = [sums[kind][side] / counts[kind] for kind, _, side in near]
+            weights = [count for _, count, _ in near]
+            mean = sum(w * m for w, m in zip(weights, least, strict=True)) / sum(weights, 1e-300)
+            for (kind, _, side), own in zip(near, least, strict=True):
+                self.sent[kind][side] = self.sent[kind][side] + STEP * (own - mean)
+
+    def _reduced(self, kind: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Returns the costs of an edge of a kind with what its ends' shares put on it."""
+        rows, columns = a - self.sent[kind][0], b - self.sent[kind][1]
+        return self.matrices[kind] + rows[:, None] + columns
+
+    def _shares(self) -> tuple[list[np.ndarray], float]:
+        """Returns what each view's nodes put on each of their edges, and the cost of those without
+        any."""
         total, shares = 0.0, []
         for k, (i, ends) in enumerate(self.views):
             belief = self.costs[i] + sum((self.sent[kind][side] for kind, side in ends), 0.0)
             if not ends:
                 total += self.view_counts[k] * float(belief.min())
             shares.append(belief / max(1, len(ends)))
-        for kind, a, b, count in self.edge_counts:
-            rows, columns = shares[a] - self.sent[kind][0], shares[b] - self.sent[kind][1]
-            total += count * float((self.matrices[kind] + rows[:, None] + columns).min())
-        return total
+        return shares, total
 
 
 def _views(

@@ -23,7 +23,7 @@ from autoshard.graph import Graph, Kind, Op, Value
 ADDING = MATMULS | REDUCTIONS
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class LiveRange:
     """`value`, defined by `op` as its result number `result`, occupies memory at `start <= t <
     end`.

@@ -37,7 +37,7 @@ from autoshard.spans import Spans
 FORBIDDEN = 10**18  # the cost by which an IOPDDL file forbids a choice
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Node:
     """One choice. `S` is the number of its strategies."""
 
@@ -49,7 +49,7 @@ class Node:
         return f"{self.label or 'node'}: {len(self.costs_s)} strategies"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Edge:
     """A cost for each pair of strategies of nodes `a` and `b`, which may be one node."""
 
@@ -61,7 +61,7 @@ class Edge:
         return f"{self.a}-{self.b}: {'x'.join(map(str, self.costs_s.shape))}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Usage:
     """Memory that `node` holds at the times `start <= t < end`."""
 

@@ -1,5 +1,7 @@
 """What a plan costs and holds, for programs whose costs can be added up by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from autoshard.graph import Kind
 from autoshard.rules import rules_for
 from autoshard.sharding import Sharding
 from autoshard.trace import trace
+from models import dlrm, gpt, moe
 
 
 def array(*shape, dtype="float32"):
@@ -112,3 +115,39 @@ def test_a_state_that_leaves_tiles_part_empty_is_held_in_another_layout_too():
         choices = choices_of(step, array(*shape), hardware="v5e", donated=(0,))
         size = shape[0] * shape[1] * shape[2] * 4
         assert cost.peak(choices, pick(choices))[0] == pytest.approx(copies * size)
+
+
+@pytest.mark.parametrize(("model", "scan"), [(gpt, True), (gpt, False), (moe, False), (dlrm, True)])
+def test_operations_that_share_a_price_would_each_have_it_alone(model, scan):
+    sizes = model.SIZES["tiny"]
+    if model is not dlrm:
+        sizes = dataclasses.replace(sizes, scan=scan)
+    shared = choices_of(
+        model.train_step, *model.example_arguments(sizes), mesh="x=4,y=2", donated=(0,),
+        hardware="v5e",
+    )  # fmt: skip
+    alone = cost._Pricing(
+        shared.ops, shared.strategies, shared.topology, shared.live, shared.donated
+    )
+
+    def forget():
+        for held in vars(alone).values():
+            if isinstance(held, dict) and held is not alone.producer and held is not alone.copied:
+                held.clear()
+
+    for i, node in enumerate(shared.problem.nodes):
+        forget()
+        np.testing.assert_array_equal(alone.node(i).costs_s, node.costs_s)
+    edges = iter(shared.problem.edges)
+    for i, op in enumerate(shared.ops):
+        for k, value in enumerate(op.operands):
+            if value is None or not value.shape or value in shared.live.fusion.free:
+                continue
+            forget()
+            a, r = shared.producer[value]
+            donated = op.kind is Kind.INPUT and shared.donated[int(op.path.removeprefix("in"))]
+            priced = alone._edge(a, r, i, k, value, op.operand_trips[k], donated)
+            if priced.costs is not None and a != i:
+                edge = next(edges)
+                assert (edge.a, edge.b) == (a, i)
+                np.testing.assert_array_equal(priced.costs, edge.costs_s)

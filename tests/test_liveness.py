@@ -1,14 +1,20 @@
 """When values are alive, in programs small enough to see it by hand."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
+from autoshard.fusion import ALIASES, is_matmul, readers_of
 from autoshard.graph import Kind
 from autoshard.liveness import Liveness, liveness
 from autoshard.reductions import differ
 from autoshard.sharding import Sharding
 from autoshard.trace import trace
+from models import gpt
 
 
 def array(*shape, dtype="float32"):
@@ -98,3 +104,25 @@ def test_what_a_loop_adds_up_keeps_track_of_its_dims():
     result = Sharding(tuple(("x",) if n == 16 else () for n in dot.results[0].shape))
     assert not differ(total, result, Sharding(((), ("x",), ())))
     assert differ(total, result, Sharding((("x",), (), ())))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_ends_of_a_whole_model_are_those_that_its_readers_give(scan):
+    sizes = dataclasses.replace(gpt.SIZES["tiny"], scan=scan, remat=True)
+    graph = trace(gpt.train_step, gpt.example_arguments(sizes)).graph
+    found, ops = liveness(graph), tuple(graph.leaves())
+    readers = readers_of(ops)
+
+    @functools.cache
+    def end(value):
+        return max((needed(*read) for read in readers.get(value, ())), default=0)
+
+    def needed(op, k):
+        if op.kind in (Kind.INPUT, Kind.OUTPUT):
+            return 0
+        if op.kind in (Kind.ENTER, Kind.SLICE) or (op.kind is Kind.CARRY and k == 1):
+            return found.spans[op][1]
+        fused = [v for v in op.results if v not in found.fusion.written and not is_matmul(op)]
+        return max([found.runs[op] + (op.kind not in ALIASES), *map(end, fused)])
+
+    assert found.ends == {v: end(v) for op in ops for v in op.results}
