@@ -7,6 +7,7 @@ from autoshard import collectives
 from autoshard.apply import Constraints, Scatter
 from autoshard.cost import Choices
 from autoshard.graph import Kind, Op
+from autoshard.opened import opened
 from autoshard.reductions import reduction_trips, reductions
 from autoshard.resharding import Step
 from autoshard.sharding import Axes, Sharding
@@ -46,7 +47,8 @@ def constraints(choices: Choices, solution: Sequence[int]) -> Constraints:
     scatters: dict[str, Scatter] = {}
     again: set[tuple[str, int]] = set()
     gathered: set[tuple] = set()
-    reshards, free = _reshards(choices, solution), choices.live.fusion.free
+    reshards = _reshards(choices, solution)
+    free = choices.live.fusion.free | opened(choices, solution)
     for i, op in enumerate(choices.ops):
         strategy = choices.strategies[i][solution[i]]
         if op.kind not in UNCONSTRAINED:

@@ -25,7 +25,7 @@ copying
 cost
 copies
 baselines answer bound dual kernel lifted peak prices reduce search solve
-apply emit explicit explain plan
+apply emit explicit explain opened plan
 fitting meshes pins stages
 compiling
 pareto jitted planning
