@@ -140,15 +140,8 @@ def linear(kind: Kind, topology: Topology, axes: Axes) -> Linear:
 
 
 def overlaps(kind: Kind, topology: Topology, axes: Axes) -> bool:
-    """Tells whether a collective can run beside compute.
-
-    The GPU compiler makes all of them asynchronous. The TPU compiler makes gathers (as fusions, or
-    as permutes woven into the matmul), scatters of partial sums and permutes so; an all-reduce or
-    an all-to-all over ICI stands alone in its schedule.
-    """
-    links = _links(topology, axes)
-    alone = kind in (Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
-    return all(link.overlaps and not (alone and link.kind == "ici") for link in links)
+    """Tells whether the compiler runs a collective beside compute: on all links that it takes."""
+    return all(kind.value in link.overlaps for link in _links(topology, axes))
 
 
 def scatters(topology: Topology, axes: Axes) -> bool:

@@ -12,17 +12,19 @@ from autoshard.coarsen import Fold, folded
 from autoshard.copying import Copying
 from autoshard.fusion import MATMULS
 from autoshard.graph import Graph, Kind, Op, Value
+from autoshard.held import Held
 from autoshard.liveness import Liveness, LiveRange, liveness
 from autoshard.moves import copied, narrowed
+from autoshard.overlap import NOTHING, Granted, granted, hidden_s
 from autoshard.problem import Edge, Node, ShardingProblem, Usage
 from autoshard.reads import Reads
-from autoshard.reductions import differ, reduction_trips, reductions
+from autoshard.reductions import asynchronous_s, differ, reduction_trips, reductions
 from autoshard.resharding import ReshardTable, table
 from autoshard.sharding import Sharding
-from autoshard.stored import stored_bytes
+from autoshard.sizes import Sizes
 from autoshard.strategies import Strategy
 from autoshard.topology import Topology
-from autoshard.vmem import Buffer, Buffers, fullest
+from autoshard.vmem import Buffer, fullest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +42,7 @@ class Choices:
     edge_ties: tuple[np.ndarray, ...]  # [S of a, S of b] of each edge
     donated: tuple[bool, ...]  # of each INPUT, in order
     reads: Reads = dataclasses.field(default_factory=Reads)
+    granted: Granted = NOTHING  # what collectives hide behind compute
     narrow: frozenset[tuple[Op, int]] = frozenset()  # operation, operand: moved in 2 bytes
 
     @functools.cached_property
@@ -48,8 +51,8 @@ class Choices:
         return folded(self.problem)
 
     @functools.cached_property
-    def held(self) -> "Held":
-        return Held(self)
+    def held(self) -> Held:
+        return Held(self.ops, self.problem)
 
     @functools.cached_property
     def copying(self) -> Copying:
@@ -104,6 +107,7 @@ def build(
         tuple(edge_ties),
         tuple(donated),
         pricing.reads,
+        pricing.granted,
         pricing.narrow,
     )
 
@@ -117,18 +121,16 @@ class _PricedEdge(NamedTuple):
     steps: np.ndarray
 
 
-class _Pricing:
+class _Pricing(Sizes):
     """Arrays over the strategies of one operation have shape [S]."""
 
     def __init__(self, ops, strategies, topology: Topology, live: Liveness, donated):
-        self.ops: tuple[Op, ...] = ops
-        self.strategies: tuple[tuple[Strategy, ...], ...] = strategies
-        self.topology, self.live, self.donated = topology, live, donated
+        super().__init__(ops, strategies, topology)
+        self.live, self.donated = live, donated
         self.copied = copied(ops, live.fusion, donated)
         self.narrow = narrowed(ops) if topology.chip.sublane_bytes else frozenset()
         self.producer = {v: (i, k) for i, op in enumerate(ops) for k, v in enumerate(op.results)}
         self.reads = Reads()
-        self._indices: dict[tuple, np.ndarray] = {}
         self._edges: dict[tuple, _PricedEdge] = {}
         self._reduced: dict[int, tuple[np.ndarray, np.ndarray, bool]] = {}
         self._forms: dict[int, tuple[tuple[str, ...], np.ndarray | None]] = {}
@@ -138,53 +140,10 @@ class _Pricing:
         self._compute: dict[tuple, np.ndarray] = {}
         self._collective: dict[tuple, np.ndarray] = {}
         self._ties: dict[tuple, np.ndarray] = {}
-        self._local: dict[tuple, np.ndarray] = {}
-        self._stored: dict[tuple, np.ndarray] = {}
-        self._held: dict[tuple, np.ndarray] = {}
         self._gapped: dict[int, np.ndarray] = {}
-
-    def table(self, value: Value) -> ReshardTable:
-        return table(value.shape, value.itemsize, self.topology)
-
-    def indices(self, i: int, role: str, k: int, value: Value) -> np.ndarray:
-        """Returns [S] the positions of an operand's or result's shardings in its table."""
-        key = (id(self.strategies[i]), role, k, value.shape)
-        if key not in self._indices:
-            index = self.table(value).index
-            column = [index(getattr(s, role)[k]) for s in self.strategies[i]]
-            self._indices[key] = np.array(column, dtype=np.int64)
-        return self._indices[key]
-
-    def local_bytes(self, i: int, role: str, k: int, value: Value) -> np.ndarray:
-        """Returns [S] the bytes per device of an operand or result."""
-        key = (value.shape, value.itemsize)
-        if key not in self._local:
-            shardings, mesh = self.table(value).shardings, self.topology.mesh
-            counts = np.array([s.shard_count(mesh) for s in shardings], dtype=np.float64)
-            self._local[key] = value.size_bytes / counts
-        return self._local[key][self.indices(i, role, k, value)]
-
-    def stored_bytes(self, i: int, role: str, k: int, value: Value) -> np.ndarray:
-        """Returns [S] the bytes that an operand or result takes in memory, padded to tiles."""
-        majors = roofline.majors(self.ops[i], role, k)
-        form = (value.shape, value.itemsize, majors)
-        key = (id(self.strategies[i]), role, k, form)
-        if key in self._held:
-            return self._held[key]
-        if form not in self._stored:
-            size = functools.partial(stored_bytes, self.topology, value, majors=majors)
-            self._stored[form] = np.array([size(s) for s in self.table(value).shardings])
-        found = self._held[key] = self._stored[form][self.indices(i, role, k, value)]
-        return found
-
-    def moved_bytes(self, i: int, role: str, k: int, value: Value) -> np.ndarray:
-        """Returns [S] the bytes that an operand or result is read or written in.
-
-        Padding counts where an operation leaves the compiler no other order of the dims.
-        """
-        if roofline.majors(self.ops[i], role, k):
-            return self.stored_bytes(i, role, k, value)
-        return self.local_bytes(i, role, k, value)
+        self._hideable: dict[tuple, np.ndarray] = {}
+        self._longest: dict[tuple, float] = {}
+        self.granted = self._granted()
 
     def node(self, i: int) -> Node:
         op, strategies = self.ops[i], self.strategies[i]
@@ -202,12 +161,68 @@ class _Pricing:
         """Returns [S] the seconds of an operation in a step; the same object for many alike."""
         op = self.ops[i]
         compute_s, collective_s = self._compute_s(i), self._collective_s(i)
-        move_s = self._move_s(i)
-        key = (op.trips, id(compute_s), id(collective_s), id(move_s))
+        move_s, hides_s = self._move_s(i), self.granted.sums.get(i, 0.0)
+        key = (op.trips, id(compute_s), id(collective_s), id(move_s), hides_s)
         if key not in self._nodes:
             costs = op.trips * compute_s + collective_s
+            if hides_s:
+                costs = costs - op.trips * hidden_s(self._hideable_s(i), hides_s)
             self._nodes[key] = costs if move_s is None else costs + op.trips * move_s
         return self._nodes[key]
+
+    def _is_idle(self, i: int) -> bool:
+        """Whether an operation costs nothing, whatever its strategy."""
+        op = self.ops[i]
+        if op in self.live.fusion.kernels or op in self.copied or op.primitive in MATMULS:
+            return False
+        return not self._reduced_of(i)[2]
+
+    def _granted(self) -> Granted:
+        """Returns what collectives may hide behind the least compute of any plan."""
+        if not any(
+            link.overlaps
+            for axis in self.topology.mesh.names
+            for _, link in self.topology.parts(axis)
+        ):
+            return NOTHING
+        least_s = [
+            0.0 if self._is_idle(i) else float(self._compute_s(i).min())
+            for i in range(len(self.ops))
+        ]
+
+        def longest_sum_s(i: int) -> float:
+            if not self._reduced_of(i)[2] or self.ops[i] in self.live.summed:
+                return 0.0
+            return float(self._hideable_s(i).max())
+
+        return granted(self.ops, self.live, least_s, self._longest_gather_s, longest_sum_s)
+
+    def _hideable_s(self, i: int) -> np.ndarray:
+        """Returns [S] the seconds of a trip that partial sums are combined asynchronously."""
+        op, strategies = self.ops[i], self.strategies[i]
+        key = (id(strategies), tuple((v.shape, v.itemsize) for v in op.results))
+        if key not in self._hideable:
+            found = [asynchronous_s(op, strategy, self.topology) for strategy in strategies]
+            self._hideable[key] = np.array(found)
+        return self._hideable[key]
+
+    def _moved_itemsize(self, i: int, k: int, value: Value) -> float:
+        """Returns the bytes of an item of an operand on its way to the operation."""
+        narrow = value.itemsize > 2 and (self.ops[i], k) in self.narrow
+        return 2 if narrow else value.itemsize
+
+    def _longest_gather_s(self, i: int, k: int, value: Value) -> float:
+        """Returns the seconds of the longest asynchronous gather that an operand may need."""
+        a, r = self.producer[value]
+        itemsize = self._moved_itemsize(i, k, value)
+        key = (id(self.strategies[a]), r, id(self.strategies[i]), k, value.shape, itemsize)
+        if key not in self._longest:
+            ways = table(value.shape, itemsize, self.topology)
+            place = np.ix_(
+                self.indices(a, "results", r, value), self.indices(i, "operands", k, value)
+            )
+            self._longest[key] = float((ways.seconds[place] * ways.overlaps[place]).max())
+        return self._longest[key]
 
     def _move_s(self, i: int) -> np.ndarray | None:
         """Returns [S] the seconds in which a border copies what passes it, in one trip."""
@@ -303,7 +318,8 @@ class _Pricing:
                     continue
                 a, r = self.producer[value]
                 donated = op.kind is Kind.INPUT and self.donated[int(op.path.removeprefix("in"))]
-                edge = self._edge(a, r, i, k, value, op.operand_trips[k], donated)
+                hides_s = self.granted.operands.get((i, k), 0.0)
+                edge = self._edge(a, r, i, k, value, op.operand_trips[k], donated, hides_s)
                 self.reads.add(i, k, a, edge.have, edge.want)
                 if edge.costs is not None and a != i:
                     found.append(Edge(a, i, edge.costs))
@@ -343,21 +359,30 @@ class _Pricing:
         return 2 * self.local_bytes(i, "operands", k, value) / self.topology.chip.hbm_bytes_per_s
 
     def _edge(
-        self, a: int, r: int, b: int, k: int, value: Value, trips: int, donated: bool
+        self,
+        a: int,
+        r: int,
+        b: int,
+        k: int,
+        value: Value,
+        trips: int,
+        donated: bool,
+        hides_s: float,
     ) -> "_PricedEdge":
         """Returns the price of reading a value; the same objects wherever they are equal."""
         ends = self.strategies[a], self.strategies[b]
-        itemsize = value.itemsize
-        if itemsize > 2 and (self.ops[b], k) in self.narrow:
-            itemsize = 2
-        key = (id(ends[0]), r, id(ends[1]), k, value.shape, itemsize, trips, donated)
+        itemsize = self._moved_itemsize(b, k, value)
+        key = (id(ends[0]), r, id(ends[1]), k, value.shape, itemsize, trips, donated, hides_s)
         found = self._edges.get(key)
         if found is None:
             have = self.indices(a, "results", r, value)
             want = self.indices(b, "operands", k, value)
             place = np.ix_(have, want)
             ways = table(value.shape, itemsize, self.topology)
-            costs = ways.seconds[place] * trips
+            seconds = ways.seconds[place]
+            if hides_s:
+                seconds = seconds - ways.overlaps[place] * hidden_s(seconds, hides_s)
+            costs = seconds * trips
             if donated:
                 costs = costs + (costs > 0) * self._copy_s(b, k, value)
             offsets = self.reads.offset(have), self.reads.offset(want)
@@ -442,20 +467,6 @@ def _distinct(strategies: Sequence[Strategy]) -> tuple[list[Sharding], np.ndarra
     places: dict[Sharding, int] = {}
     at = [places.setdefault(s.results[0], len(places)) for s in strategies]
     return list(places), np.array(at, np.int64)
-
-
-class Held:
-    """What the usages of a problem hold, for any choices."""
-
-    def __init__(self, choices: Choices):
-        temporary = frozenset((Kind.LEAF, Kind.SLICE, Kind.ENTER, Kind.READ))
-        usages, self.spans = choices.problem.usages, choices.problem.spans
-        self.temporary = np.array([choices.ops[u.node].kind in temporary for u in usages], bool)
-        self.labels = [u.label for u in usages]
-
-    def buffers(self, solution: Sequence[int]) -> Buffers:
-        sizes = self.spans.taken(solution)
-        return Buffers(self.spans.starts, self.spans.ends, sizes, self.temporary, self.labels)
 
 
 def peak(choices: Choices, solution: Sequence[int]) -> tuple[float, list[tuple[str, float]]]:

@@ -8,6 +8,7 @@ from autoshard.apply import Constraints, Scatter
 from autoshard.cost import Choices
 from autoshard.graph import Kind, Op
 from autoshard.opened import opened
+from autoshard.overlap import hidden_s
 from autoshard.reductions import reduction_trips, reductions
 from autoshard.resharding import Step
 from autoshard.sharding import Axes, Sharding
@@ -31,6 +32,7 @@ class PlannedCollective:
     value: str  # what moves
     source: str  # who needs it
     reason: str  # "reshard" | "partial sums"
+    hidden_s: float = 0.0  # of `seconds`, beside compute
 
     def __str__(self) -> str:
         trips = f" x{self.trips}" if self.trips > 1 else ""
@@ -103,6 +105,7 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
     for i, op in enumerate(choices.ops):
         for k, steps in reshards.get(i, ()):
             value = op.operands[k]
+            hidden = _hidden_share(choices, i, k, steps)
             for step in steps:
                 if step.kind.value == "slice" or value is None:
                     continue
@@ -110,7 +113,7 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
                 found.append(
                     PlannedCollective(
                         step.kind.value, step.axes, step.full_bytes, trips, step.seconds * trips,
-                        value.name, op.source or op.path, "reshard",
+                        value.name, op.source or op.path, "reshard", hidden * step.seconds * trips,
                     )
                 )  # fmt: skip
         strategy = choices.strategies[i][solution[i]]
@@ -119,14 +122,30 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
         summed = choices.live.summed.get(op)
         total = summed and choices.sharding_of(summed.carry.results[0], solution)
         trips = reduction_trips(op, strategy, choices.live, total)
+        hides_s = choices.granted.sums.get(i, 0.0)
         for kind, axes, size, seconds in reductions(op, strategy, choices.topology):
+            runs_beside = hides_s and collectives.overlaps(kind, choices.topology, axes)
+            beside_s = float(hidden_s(seconds, hides_s)) if runs_beside else 0.0
+            hides_s -= min(seconds, hides_s) if runs_beside else 0.0
             found.append(
                 PlannedCollective(
                     kind.value, axes, size, trips, seconds * trips,
-                    op.results[0].name, op.source or op.path, "partial sums",
+                    op.results[0].name, op.source or op.path, "partial sums", beside_s * trips,
                 )
             )  # fmt: skip
     return found
+
+
+def _hidden_share(choices: Choices, i: int, k: int, steps: Sequence[Step]) -> float:
+    """Returns which part of the seconds of bringing an operand along `steps` is hidden."""
+    value, hides_s = choices.ops[i].operands[k], choices.granted.operands.get((i, k), 0.0)
+    total_s = sum(step.seconds for step in steps)
+    if value is None or not hides_s or not total_s:
+        return 0.0
+    ways = choices.reshard_table(choices.ops[i], k, value)
+    if not ways.hides(steps[0].before, steps[-1].after):
+        return 0.0
+    return float(hidden_s(total_s, hides_s)) / total_s
 
 
 def _reshards(

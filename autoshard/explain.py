@@ -40,7 +40,8 @@ def text(plan: "Plan") -> str:
         "results",
         *_arrays(plan.results),
         "",
-        f"collectives, predicted: {seconds_text(sum(c.seconds for c in plan.collectives))} a step",
+        f"collectives, predicted: {seconds_text(sum(c.seconds for c in plan.collectives))} a step, "
+        f"{seconds_text(sum(c.hidden_s for c in plan.collectives))} of it beside compute",
         *_collectives(plan),
         "",
         "largest live values at the memory peak, predicted per device",

@@ -13,6 +13,7 @@ from autoshard.errors import HardwareError
 
 GIB = 2.0**30
 LINK_KINDS = ("ici", "nvlink", "pcie", "infiniband", "dcn", "custom")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Link:
     both_ways: bool = True  # a wrapped ring uses both directions at once
     latency_s: float = 1e-6  # per hop
     wrap: bool = False
-    overlaps: bool = True  # a collective on it can run beside compute
+    overlaps: tuple[str, ...] = COLLECTIVES  # those that the compiler runs beside compute
     switched: bool | None = None  # None: by kind
     start_s: float = 0.0  # per collective
     parts: tuple[tuple[int, "Link"], ...] = ()
@@ -177,6 +178,11 @@ class Link:
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise HardwareError(f"{self.kind} link has {field}={value}, wanted 0 or more")
+        unknown = [name for name in self.overlaps if name not in COLLECTIVES]
+        if unknown:
+            raise HardwareError(
+                f"{self.kind} link has overlaps={self.overlaps}: wanted some of {COLLECTIVES}"
+            )
         if self.switched is None:
             object.__setattr__(self, "switched", self.kind != "ici")
 
@@ -331,12 +337,19 @@ def _tpu(name, bf16, int8, hbm_bytes_per_s, hbm_gib, reserved_gib, tile, clock_h
 
 
 def _torus(
-    ici_bytes_per_s, dcn_bytes_per_s, dims, wrap_multiple, pod, on_chip=None, devices_per_chip=1
+    ici_bytes_per_s,
+    dcn_bytes_per_s,
+    dims,
+    wrap_multiple,
+    pod,
+    on_chip=None,
+    devices_per_chip=1,
+    overlaps=("permute",),
 ) -> Fabric:
     return Fabric(
         # [book] part 3: about 1 us a hop. The TPU compiler puts a barrier before every collective:
         # a message there and one back.
-        inside=Link("ici", ici_bytes_per_s, latency_s=1e-6, start_s=2e-6),
+        inside=Link("ici", ici_bytes_per_s, latency_s=1e-6, start_s=2e-6, overlaps=overlaps),
         # Host to host over the network and PCIe on both sides; tens of us is a round figure.
         across=Link("dcn", dcn_bytes_per_s, latency_s=20e-6),
         domain_size=pod,
@@ -377,6 +390,7 @@ def _gpu(name, bf16, tf32, f64, int8, fp8, hbm_bytes_per_s, hbm_gib, clock_hz, n
 # Reserve: [libtpu], which refuses what exceeds it. Float32 at JAX's default precision: bfloat16's
 # rate over the ratio of cycles that [libtpu] gives a 4096-cubed matmul (v4, v5e, v6e: near 1).
 # Vector memory: [libtpu] the most that its buffer assignments fill (v4, v7: not looked at).
+# Overlaps: [libtpu] what is asynchronous in 70 compiled programs (v4, v7: not looked at).
 # Clock: FLOP/s over 2 x tile^2 x MXUs, 4 MXUs a core, two cores a chip of v4 and v5p.
 _TPUS = (
     _tpu(
@@ -385,7 +399,7 @@ _TPUS = (
     ),
     _tpu(
         "v5e", 1.97e14, 3.94e14, 8.1e11, 16, 0.25, 128, 1.5e9, vmem_mib=112,
-        fabric=_torus(4.5e10, 3.125e9, 2, 16, 256),
+        fabric=_torus(4.5e10, 3.125e9, 2, 16, 256, overlaps=("all-gather", "permute")),
     ),
     _tpu(
         "v5p", 4.59e14, 9.18e14, 2.765e12, 96, 0.26, 128, 1.75e9, cores=2, f32=2.92e14, vmem_mib=48,
@@ -425,7 +439,7 @@ _CPU = Hardware(
         hbm_bytes_per_s=1e10,
         hbm_bytes=4 * GIB,
     ),
-    Fabric(inside=Link("custom", 2e9, latency_s=20e-6, start_s=50e-6, overlaps=False)),
+    Fabric(inside=Link("custom", 2e9, latency_s=20e-6, start_s=50e-6, overlaps=())),
 )
 
 PRESETS: dict[str, Hardware] = {h.name: h for h in (*_TPUS, *_GPUS, _CPU)}

@@ -53,3 +53,12 @@ def reductions(op: Op, strategy: Strategy, topology: Topology):
             kind = collectives.Kind.ALL_REDUCE
             size = result.local_bytes(value.shape, value.itemsize, mesh)
             yield kind, rest, size, _reduction(kind, rest, size, topology)
+
+
+def asynchronous_s(op: Op, strategy: Strategy, topology: Topology) -> float:
+    """Returns the seconds of those that run beside compute."""
+    return sum(
+        seconds
+        for kind, axes, _, seconds in reductions(op, strategy, topology)
+        if collectives.overlaps(kind, topology, axes)
+    )

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from autoshard.collectives import Kind, linear
+from autoshard.collectives import Kind, linear, overlaps
 from autoshard.errors import MeshError
 from autoshard.sharding import Axes, MeshShape, Sharding, all_shardings
 from autoshard.topology import Topology
@@ -53,6 +53,7 @@ class ReshardTable:
 
     shardings: tuple[Sharding, ...]
     seconds: np.ndarray
+    overlaps: np.ndarray  # [n, n] whether it is a gather that can run beside compute
     _moves: "_Moves"
     _direct: np.ndarray  # [n, n] cost of one step
     _best: np.ndarray  # [n, n] cost of the cheapest steps
@@ -73,6 +74,10 @@ class ReshardTable:
                 " must be divisible by its axes, and an axis shards one dim"
             )
         return found
+
+    def hides(self, before: Sharding, after: Sharding) -> bool:
+        """Whether the whole way can run beside compute."""
+        return bool(self.overlaps[self.index(before), self.index(after)])
 
     @property
     def step_counts(self) -> np.ndarray:
@@ -125,8 +130,29 @@ def _table(pattern: tuple[int, ...], total_bytes: float, topology: Topology) -> 
     np.fill_diagonal(direct, 0)
     best = _shortest(direct, moves.successors)
     return ReshardTable(
-        moves.shardings, (best // _STEPS) * _PICOSECOND, moves, direct, best, total_bytes
+        moves.shardings,
+        (best // _STEPS) * _PICOSECOND,
+        _overlaps(pattern, topology),
+        moves,
+        direct,
+        best,
+        total_bytes,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _overlaps(pattern: tuple[int, ...], topology: Topology) -> np.ndarray:
+    """Returns [n, n] whether one sharding is gathered from another asynchronously.
+
+    A gather goes where a slice comes from.
+    """
+    moves = _moves(pattern, topology.mesh)
+    slices = moves.exists & (moves.kind == _KINDS.index(Kind.SLICE))
+    found = np.zeros(slices.shape, bool)
+    for n, axes in enumerate(moves.axes):
+        if overlaps(Kind.ALL_GATHER, topology, axes):
+            found |= (slices & (moves.axes_index == n)).T
+    return found
 
 
 def _shortest(direct: np.ndarray, successors: tuple[np.ndarray, ...]) -> np.ndarray:

@@ -20,8 +20,8 @@ collectives
 fusion reads stored
 resharding roofline liveness moves
 compose shardy primitives rules
-coarsen reductions strategies trace vmem
-copying
+coarsen overlap reductions strategies trace vmem
+copying held sizes
 cost
 copies
 baselines answer bound dual kernel lifted peak prices reduce search solve

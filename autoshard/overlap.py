@@ -1,0 +1,186 @@
+"""What runs beside compute: how long each collective can hide.
+
+A region is the body of a loop, or the program without its loops. In it a core computes and a link
+transfers side by side. A gather of what is known early (an argument, its slice in a loop, what is
+computed elementwise of these) may start as soon as that stands, and must end before the first
+operation that needs it; so a combination of partial sums, between the operation that makes them and
+the first that reads the total. The link is given to whoever must end first, for as long as
+the collective could last, beside the least compute that any plan has. What a plan hides in that way
+is hidden in the schedule that the compiler makes, or more is: a cost in seconds that depends on two
+choices, as any other, and never less than compute and transfers one after the other in a region
+would allow.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from autoshard.fusion import MATMULS, Readers, readers_of
+from autoshard.graph import Kind, Op, Value
+from autoshard.liveness import Liveness
+
+# Of a hidden collective, what its kernels take from those they run beside: exposed shares of
+# asynchronous gathers in compiled v5e programs are 0 to 24 %, most of them 7 to 13.
+EXPOSED = 0.1
+_DIGITS = 2  # of what is granted, so that repeated layers are granted the same
+
+Region = tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Granted:
+    """Seconds of a trip that a collective may hide: of an operand brought into another sharding,
+    by node and operand number; of partial sums, by node."""
+
+    operands: Mapping[tuple[int, int], float]
+    sums: Mapping[int, float]
+
+    def __str__(self) -> str:
+        total_s = sum(self.operands.values()) + sum(self.sums.values())
+        return f"{len(self.operands) + len(self.sums)} collectives may hide {total_s:.3g} s"
+
+
+NOTHING = Granted({}, {})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wish:
+    """A collective of at most `seconds` that may run from `start_s` to `end_s` of its region."""
+
+    end_s: float
+    start_s: float
+    node: int
+    operand: int | None
+    seconds: float
+
+
+def granted(
+    ops: Sequence[Op],
+    live: Liveness,
+    compute_s: Sequence[float],
+    longest_gather_s: Callable[[int, int, Value], float],
+    longest_sum_s: Callable[[int], float],
+) -> Granted:
+    """Deals out the compute of each region.
+
+    Args:
+      ops: all operations in execution order.
+      live: of these.
+      compute_s: [N] the least seconds of a trip of each.
+      longest_gather_s: of (node, operand number, value), the longest asynchronous collective there.
+      longest_sum_s: of a node, the longest asynchronous combination of its partial sums.
+    """
+    times = _Times(ops, live, compute_s)
+    wishes: dict[Region, list[_Wish]] = {}
+    for i, op in enumerate(ops):
+        if op.kind not in (Kind.LEAF, Kind.READ):
+            continue
+        found = wishes.setdefault(times.regions[i], [])
+        for k, value in enumerate(op.operands):
+            if value is not None and value in times.early:
+                start_s, end_s = times.ready_s.get(value, 0.0), times.due_s[i]
+                seconds = longest_gather_s(i, k, value) if end_s > start_s else 0.0
+                if seconds:
+                    found.append(_Wish(end_s, start_s, i, k, seconds))
+        seconds = longest_sum_s(i)
+        if seconds:
+            start_s = times.begins_s[i] + compute_s[i]
+            found.append(_Wish(times.read_s(op), start_s, i, None, seconds))
+    operands: dict[tuple[int, int], float] = {}
+    sums: dict[int, float] = {}
+    for asked in wishes.values():
+        free_s = 0.0
+        for wish in sorted(asked, key=lambda w: (w.end_s, w.node, w.operand or 0)):
+            start_s = max(wish.start_s, free_s)
+            seconds = _rounded(min(wish.seconds, wish.end_s - start_s))
+            if seconds <= 0:
+                continue
+            free_s = start_s + seconds
+            if wish.operand is None:
+                sums[wish.node] = seconds
+            else:
+                operands[wish.node, wish.operand] = seconds
+    return Granted(operands, sums)
+
+
+def hidden_s(seconds, granted_s: float):
+    """Returns of the `seconds` [...] of a collective those that cost nothing."""
+    return (1 - EXPOSED) * np.minimum(seconds, granted_s)
+
+
+class _Times:
+    """When operations run in their region, in seconds of compute alone.
+
+    Attributes:
+      regions: [N] of each operation.
+      begins_s: [N] when it runs in execution order.
+      due_s: [N] when it must run at the latest: all but matmuls wait for their first reader.
+      early: the values that are known early.
+      ready_s: when they are.
+    """
+
+    def __init__(self, ops: Sequence[Op], live: Liveness, compute_s: Sequence[float]):
+        self.ops, self.compute_s = ops, compute_s
+        self.regions: list[Region] = [live.spans.get(op) for op in ops]
+        self.place = {op: i for i, op in enumerate(ops)}
+        self.begins_s: list[float] = []
+        self.now_s: dict[Region, float] = {}
+        for i, region in enumerate(self.regions):
+            self.begins_s.append(self.now_s.get(region, 0.0))
+            self.now_s[region] = self.begins_s[i] + compute_s[i]
+        self.early: set[Value] = set()
+        self.ready_s: dict[Value, float] = {}
+        for i, op in enumerate(ops):
+            self._mark_early(i, op)
+        self.readers: Readers = readers_of(tuple(ops))
+        self.due_s = list(self.begins_s)
+        for i in range(len(ops) - 1, -1, -1):
+            if ops[i].kind in (Kind.LEAF, Kind.READ) and ops[i].primitive not in MATMULS:
+                self.due_s[i] = self.read_s(ops[i])
+
+    def _mark_early(self, i: int, op: Op) -> None:
+        arrays = [v for v in op.operands if v is not None and v.shape]
+        if op.kind is Kind.INPUT:
+            early = True
+        elif op.kind in (Kind.SLICE, Kind.ENTER, Kind.READ, Kind.LEAF):
+            early = all(v in self.early for v in arrays) and op.primitive not in MATMULS
+        else:
+            early = False
+        if not early:
+            return
+        ready_s = 0.0
+        if op.kind in (Kind.LEAF, Kind.READ):
+            ready_s = max((self.ready_s[v] for v in arrays), default=0.0) + self.compute_s[i]
+        for value in op.results:
+            self.early.add(value)
+            self.ready_s[value] = ready_s
+
+    def read_s(self, op: Op) -> float:
+        """Returns when the first reader of an operation's results needs them, at the latest."""
+        i = self.place[op]
+        first_s = math.inf
+        for value in op.results:
+            for reader, _ in self.readers.get(value, ()):
+                r = self.place[reader]
+                same = self.regions[r] == self.regions[i]
+                if same and r > i:
+                    first_s = min(first_s, self.due_s[r])
+        if first_s < math.inf:
+            return max(first_s, self.begins_s[i])
+        return self.now_s[self.regions[i]] if self._leaves(op) else self.begins_s[i]
+
+    def _leaves(self, op: Op) -> bool:
+        """Whether results of an operation are read at the end of its region only."""
+        ends = (Kind.STACK, Kind.CARRY, Kind.INPUT, Kind.OUTPUT)
+        found = [r for v in op.results for r, _ in self.readers.get(v, ())]
+        return bool(found) and all(r.kind in ends for r in found)
+
+
+def _rounded(seconds: float) -> float:
+    """Returns the seconds rounded down to a few digits."""
+    if seconds <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(seconds)) + 1 - _DIGITS)
+    return math.floor(seconds / unit * (1 + 1e-12)) * unit
