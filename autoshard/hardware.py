@@ -178,11 +178,12 @@ class Link:
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise HardwareError(f"{self.kind} link has {field}={value}, wanted 0 or more")
-        unknown = [name for name in self.overlaps if name not in COLLECTIVES]
-        if unknown:
+        known = not isinstance(self.overlaps, bool | str) and set(self.overlaps) <= {*COLLECTIVES}
+        if not known:
             raise HardwareError(
                 f"{self.kind} link has overlaps={self.overlaps}: wanted some of {COLLECTIVES}"
             )
+        object.__setattr__(self, "overlaps", tuple(self.overlaps))
         if self.switched is None:
             object.__setattr__(self, "switched", self.kind != "ici")
 

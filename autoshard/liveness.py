@@ -9,6 +9,7 @@ import dataclasses
 
 from autoshard.fusion import (
     ALIASES,
+    HEAVY,
     MATMULS,
     RECASTS,
     REDUCTIONS,
@@ -113,6 +114,7 @@ class _Lives:
         for t, op in enumerate(ops):
             self.runs[op] = self._run(op, t, made) if op in fused.kernels else t
         self.ends = self._ends()
+        self.taken = self._taken()
 
     def _run(self, op: Op, t: int, made: dict[Value, Op]) -> int:
         """Returns when XLA's scheduler runs an operation: one that frees more than it makes, as
@@ -142,7 +144,31 @@ class _Lives:
         stop = max(start + 1, self.ends[value])
         if op.kind is Kind.CARRY:
             stop = max(stop, self.spans[op][1])
+        if value in self.taken:
+            stop = max(start + 1, stop - 1)
         return start, stop
+
+    def _taken(self) -> set[Value]:
+        """Returns the values whose buffer the last reader writes its result into.
+
+        An elementwise kernel, a matmul's with its readers too, may write over an operand of the
+        result's form that nobody needs after it.
+        """
+        found: set[Value] = set()
+        for op, kernel in self.fusion.kernels.items():
+            if op.kind is not Kind.LEAF or op.primitive in MATMULS | HEAVY:
+                continue
+            for result in op.results:
+                if result not in self.fusion.written:
+                    continue
+                form, now = (result.shape, result.itemsize), self.runs[op] + 1
+                for root in kernel.roots:
+                    value = root.value
+                    like = (value.shape, value.itemsize) == form and value not in found
+                    if like and value in self.fusion.written and self.ends[value] == now:
+                        found.add(value)
+                        break
+        return found
 
     def _ends(self) -> dict[Value, int]:
         """Returns the time after which nobody needs a value, nor anything computed from it.

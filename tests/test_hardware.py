@@ -83,6 +83,7 @@ def test_flops_fall_back_to_the_nearest_dtype():
         (lambda: Link("nvlink", float("inf")), "wanted a finite number"),
         (lambda: Link("ici", 1e9, latency_s=-1.0), "latency_s=-1.0"),
         (lambda: Link("string", 1e9), "unknown kind of link 'string'"),
+        (lambda: Link("ici", 1e9, overlaps=("all",)), r"overlaps=\(.all.,\): wanted some of"),
         (lambda: Chip("c", {}, 1.0, 1.0), "has no flops_per_s"),
         (lambda: Chip("c", {"float32": 0.0}, 1.0, 1.0), r"flops_per_s\['float32'\]=0.0"),
         (lambda: Chip("c", {"float32": 1.0}, 0.0, 1.0), "hbm_bytes_per_s=0.0"),

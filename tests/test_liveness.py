@@ -47,6 +47,18 @@ def test_a_value_lives_until_the_last_kernel_that_computes_from_it():
     assert shared[0].end == found.end - 1  # the sum that needs h again stands before the OUTPUT
 
 
+def test_an_elementwise_kernel_writes_over_what_it_reads_last():
+    def fn(x, w):
+        h = jnp.sin(x @ w)
+        g = jnp.cos(h @ w) * h
+        return jnp.sum(g @ w, 0), jnp.sum(g @ w.T, 0)
+
+    found = live(fn, array(8, 8), array(8, 8))
+    old, _ = (r for r in found.ranges if r.op.kind is Kind.READ)
+    (new,) = (r for r in found.ranges if r.op.primitive == "mul")
+    assert old.end == new.start
+
+
 def test_a_reduction_runs_as_soon_as_it_can():
     def fn(x, w):
         y = x @ w
