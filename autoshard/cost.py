@@ -71,7 +71,7 @@ class Choices:
 
 # XLA packs its temporaries into one heap, larger than what is alive in it at once by its gaps,
 # which `memory_analysis` counts twice. Fitted on 70 plans packed as `compiling` asks for.
-GAPS = 1.15
+GAPS = 1.1
 
 
 def build(

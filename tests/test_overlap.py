@@ -1,4 +1,4 @@
-"""What collectives hide behind: never more than a region computes, and nothing that stands alone."""
+"""What collectives hide behind: never more than their region computes."""
 
 import jax
 import jax.numpy as jnp

@@ -24,22 +24,22 @@ def small(start, end, mib, temporary=True):
 
 def test_small_temporaries_take_no_hbm():
     state = small(0, 4, 100, temporary=False)
-    assert fullest([state, small(1, 2, 20)], 4, 112 * MIB)[0] == 100 * MIB
-    assert fullest([state, small(1, 2, 20)], 4, 0)[0] == 120 * MIB
+    assert fullest([state, small(1, 2, 10)], 4, 112 * MIB)[0] == 100 * MIB
+    assert fullest([state, small(1, 2, 10)], 4, 0)[0] == 110 * MIB
 
 
 def test_large_temporaries_and_those_beyond_the_room_do():
     assert fullest([small(0, 1, 64)], 2, 112 * MIB)[0] == 64 * MIB
-    many = [small(0, 1, 20) for _ in range(5)]
-    assert fullest(many, 2, 112 * MIB)[0] == (100 - 40) * MIB  # two fit in half of 112 MiB
+    many = [small(0, 1, 10) for _ in range(5)]
+    assert fullest(many, 2, 112 * MIB)[0] == (50 - 20) * MIB  # two fit in a quarter of 112 MiB
 
 
 def test_the_fullest_time_is_that_of_hbm():
     """More is alive at time 0, but all of it in vector memory."""
-    size, alive = fullest([small(0, 1, 25), small(0, 1, 25), small(1, 2, 40)], 2, 112 * MIB)
-    assert size == 40 * MIB
-    assert alive == [("1 to 2", 40 * MIB)]
-    buffers = [small(0, 1, 50, False), small(1, 2, 25), small(1, 2, 25), small(2, 3, 45, False)]
+    size, alive = fullest([small(0, 1, 12), small(0, 1, 12), small(1, 2, 20)], 2, 112 * MIB)
+    assert size == 20 * MIB
+    assert alive == [("1 to 2", 20 * MIB)]
+    buffers = [small(0, 1, 50, False), small(1, 2, 12), small(1, 2, 12), small(2, 3, 45, False)]
     assert fullest(buffers, 3, 112 * MIB)[0] == 50 * MIB
     assert fullest([small(0, 1, 5, False), *buffers[1:]], 3, 112 * MIB)[0] == 45 * MIB
 
