@@ -318,8 +318,7 @@ class _Pricing(Sizes):
                     continue
                 a, r = self.producer[value]
                 donated = op.kind is Kind.INPUT and self.donated[int(op.path.removeprefix("in"))]
-                hides_s = self.granted.operands.get((i, k), 0.0)
-                edge = self._edge(a, r, i, k, value, op.operand_trips[k], donated, hides_s)
+                edge = self._edge(a, r, i, k, value, op.operand_trips[k], donated)
                 self.reads.add(i, k, a, edge.have, edge.want)
                 if edge.costs is not None and a != i:
                     found.append(Edge(a, i, edge.costs))
@@ -359,19 +358,14 @@ class _Pricing(Sizes):
         return 2 * self.local_bytes(i, "operands", k, value) / self.topology.chip.hbm_bytes_per_s
 
     def _edge(
-        self,
-        a: int,
-        r: int,
-        b: int,
-        k: int,
-        value: Value,
-        trips: int,
-        donated: bool,
-        hides_s: float,
+        self, a: int, r: int, b: int, k: int, value: Value, trips: int, donated: bool
     ) -> "_PricedEdge":
         """Returns the price of reading a value; the same objects wherever they are equal."""
         ends = self.strategies[a], self.strategies[b]
-        itemsize = self._moved_itemsize(b, k, value)
+        itemsize, hides_s = (
+            self._moved_itemsize(b, k, value),
+            self.granted.operands.get((b, k), 0.0),
+        )
         key = (id(ends[0]), r, id(ends[1]), k, value.shape, itemsize, trips, donated, hides_s)
         found = self._edges.get(key)
         if found is None:
