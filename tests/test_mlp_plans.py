@@ -1,7 +1,7 @@
 """The plans everyone knows come out of the solve, each at its closed-form cost.
 
 A two-layer perceptron with plain SGD on a toy machine: 8 chips of 1 TFLOP/s whose memory takes no
-time, on a switch of 1 GB/s with 1 us a hop. B batch, D width, F hidden width. Five matmuls (two
+time, on a switch of 1 GB/s with 1 us a hop, beside which nothing computes. B batch, D width, F hidden width. Five matmuls (two
 forward, three backward, since nobody needs the gradient of the input) of 2BDF flops each.
 """
 
@@ -17,7 +17,8 @@ from autoshard.hardware import Chip, Hardware, Link
 N = 8
 PEAK, BANDWIDTH, HOP_S = 1e12, 1e9, 1e-6
 CHIP = Chip("toy", {"float32": PEAK}, hbm_bytes_per_s=1e30, hbm_bytes=1e12)
-TOY = Hardware("toy", CHIP, axis_links={"x": Link("custom", BANDWIDTH, latency_s=HOP_S)})
+LINK = Link("custom", BANDWIDTH, latency_s=HOP_S, overlaps=())
+TOY = Hardware("toy", CHIP, axis_links={"x": LINK})
 
 
 def step(params, batch):
