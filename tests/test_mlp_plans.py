@@ -1,8 +1,9 @@
 """The plans everyone knows come out of the solve, each at its closed-form cost.
 
 A two-layer perceptron with plain SGD on a toy machine: 8 chips of 1 TFLOP/s whose memory takes no
-time, on a switch of 1 GB/s with 1 us a hop, beside which nothing computes. B batch, D width, F hidden width. Five matmuls (two
-forward, three backward, since nobody needs the gradient of the input) of 2BDF flops each.
+time, on a switch of 1 GB/s with 1 us a hop that transfers while nothing computes. B batch, D width,
+F hidden width. Five matmuls (two forward, three backward, since nobody needs the gradient of the
+input) of 2BDF flops each.
 """
 
 import jax
