@@ -15,7 +15,7 @@ from autoshard.graph import Graph, Kind, Op, Value
 from autoshard.held import Held
 from autoshard.liveness import Liveness, LiveRange, liveness
 from autoshard.moves import copied, narrowed
-from autoshard.overlap import NOTHING, Granted, granted, hidden_s
+from autoshard.overlap import HIDING, NOTHING, Granted, granted, hidden_s
 from autoshard.problem import Edge, Node, ShardingProblem, Usage
 from autoshard.reads import Reads
 from autoshard.reductions import asynchronous_s, differ, reduction_trips, reductions
@@ -180,7 +180,7 @@ class _Pricing(Sizes):
     def _granted(self) -> Granted:
         """Returns what collectives may hide behind the least compute of any plan."""
         if not any(
-            link.overlaps
+            HIDING.intersection(link.overlaps)
             for axis in self.topology.mesh.names
             for _, link in self.topology.parts(axis)
         ):

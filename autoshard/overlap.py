@@ -24,6 +24,7 @@ from autoshard.liveness import Liveness
 # Of a hidden collective, what its kernels take from those they run beside: exposed shares of
 # asynchronous gathers in compiled v5e programs are 0 to 24 %, most of them 7 to 13.
 EXPOSED = 0.1
+HIDING = frozenset(("all-gather", "reduce-scatter", "all-reduce"))
 _DIGITS = 2  # of what is granted, so that repeated layers are granted the same
 
 Region = tuple[int, int] | None
