@@ -352,7 +352,7 @@ def _torus(
         # a message there and one back.
         inside=Link("ici", ici_bytes_per_s, latency_s=1e-6, start_s=2e-6, overlaps=overlaps),
         # Host to host over the network and PCIe on both sides; tens of us is a round figure.
-        across=Link("dcn", dcn_bytes_per_s, latency_s=20e-6),
+        across=Link("dcn", dcn_bytes_per_s, latency_s=20e-6, overlaps=()),
         domain_size=pod,
         torus_dims=dims,
         wrap_multiple=wrap_multiple,
@@ -391,7 +391,8 @@ def _gpu(name, bf16, tf32, f64, int8, fp8, hbm_bytes_per_s, hbm_gib, clock_hz, n
 # Reserve: [libtpu], which refuses what exceeds it. Float32 at JAX's default precision: bfloat16's
 # rate over the ratio of cycles that [libtpu] gives a 4096-cubed matmul (v4, v5e, v6e: near 1).
 # Vector memory: [libtpu] the most that its buffer assignments fill (v4, v7: not looked at).
-# Overlaps: [libtpu] what is asynchronous in 70 compiled programs (v4, v7: not looked at).
+# Overlaps: [libtpu] what is asynchronous in 70 compiled programs (v4, v7: not looked at). Between
+# slices all is, but a compiled step of GPT 1B waits for most of it.
 # Clock: FLOP/s over 2 x tile^2 x MXUs, 4 MXUs a core, two cores a chip of v4 and v5p.
 _TPUS = (
     _tpu(
