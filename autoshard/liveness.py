@@ -144,7 +144,7 @@ class _Lives:
         stop = max(start + 1, self.ends[value])
         if op.kind is Kind.CARRY:
             stop = max(stop, self.spans[op][1])
-        if value in self.taken:
+        if value in self.taken and op.kind in (Kind.LEAF, Kind.READ, Kind.SLICE):
             stop = max(start + 1, stop - 1)
         return start, stop
 

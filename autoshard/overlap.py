@@ -3,17 +3,17 @@
 A region is the body of a loop, or the program without its loops. In it a core computes and a link
 transfers side by side. A gather of what is known early (an argument, its slice in a loop, what is
 computed elementwise of these) may start as soon as that stands, and must end before the first
-operation that needs it; so a combination of partial sums, between the operation that makes them and
-the first that reads the total. The link is given to whoever must end first, for as long as
-the collective could last, beside the least compute that any plan has. What a plan hides in that way
-is hidden in the schedule that the compiler makes, or more is: a cost in seconds that depends on two
-choices, as any other, and never less than compute and transfers one after the other in a region
-would allow.
+operation that needs it; so may a combination of partial sums, between the operation that makes them
+and the first that reads the total.
+
+Beside the least compute that any plan has, the link is dealt out once, first to whoever must end
+first. A collective costs what it lasts beyond what it was granted, whatever else a plan does: the
+grants of a plan fit beside its compute together.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -78,32 +78,35 @@ def granted(
     for i, op in enumerate(ops):
         if op.kind not in (Kind.LEAF, Kind.READ):
             continue
-        found = wishes.setdefault(times.regions[i], [])
+        asked = wishes.setdefault(times.regions[i], [])
         for k, value in enumerate(op.operands):
             if value is not None and value in times.early:
-                start_s, end_s = times.ready_s.get(value, 0.0), times.due_s[i]
+                start_s, end_s = times.ready_s[value], times.due_s[i]
                 seconds = longest_gather_s(i, k, value) if end_s > start_s else 0.0
-                if seconds:
-                    found.append(_Wish(end_s, start_s, i, k, seconds))
-        seconds = longest_sum_s(i)
-        if seconds:
-            start_s = times.begins_s[i] + compute_s[i]
-            found.append(_Wish(times.read_s(op), start_s, i, None, seconds))
+                asked.append(_Wish(end_s, start_s, i, k, seconds))
+        start_s = times.begins_s[i] + compute_s[i]
+        asked.append(_Wish(times.read_s(op), start_s, i, None, longest_sum_s(i)))
     operands: dict[tuple[int, int], float] = {}
     sums: dict[int, float] = {}
     for asked in wishes.values():
-        free_s = 0.0
-        for wish in sorted(asked, key=lambda w: (w.end_s, w.node, w.operand or 0)):
-            start_s = max(wish.start_s, free_s)
-            seconds = _rounded(min(wish.seconds, wish.end_s - start_s))
-            if seconds <= 0:
-                continue
-            free_s = start_s + seconds
+        for wish, seconds in _dealt(asked):
             if wish.operand is None:
                 sums[wish.node] = seconds
             else:
                 operands[wish.node, wish.operand] = seconds
     return Granted(operands, sums)
+
+
+def _dealt(asked: Sequence[_Wish]) -> Iterator[tuple[_Wish, float]]:
+    """Yields what a link has time for, in the order of ends."""
+    free_s = 0.0
+    open_ = (w for w in asked if w.seconds > 0)
+    for wish in sorted(open_, key=lambda w: (w.end_s, w.node, w.operand or 0)):
+        start_s = max(wish.start_s, free_s)
+        seconds = _rounded(min(wish.seconds, wish.end_s - start_s))
+        if seconds > 0:
+            free_s = start_s + seconds
+            yield wish, seconds
 
 
 def hidden_s(seconds, granted_s: float):

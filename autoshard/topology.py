@@ -165,7 +165,7 @@ def _axis_link(axis: int, mesh: MeshShape, grid: Grid, hardware: Hardware) -> Li
         crossed = {c: link for c in varying if (link := columns[c]) is not None}
         slowest = min(crossed.values(), key=lambda link: link.bytes_per_s)
         crowds = [grid.crowding((axis,), c) for c, link in crossed.items() if not link.switched]
-        speed = slowest.bytes_per_s / max(1.0, *crowds)
+        speed = slowest.bytes_per_s / max([1.0, *crowds])
         return dataclasses.replace(slowest, bytes_per_s=speed, wrap=False)
     if len(parts) == 1:
         return parts[0][1]

@@ -97,6 +97,11 @@ def test_gpu_hosts_are_joined_by_infiniband(slice_index):
     assert not data.parts
 
 
+def test_hosts_of_unequal_size_are_taken_at_their_slowest():
+    (data,) = links("data=4", "h100", devices((4,), lambda i: gpu(int(i == 3))))
+    assert data.kind == "infiniband" and data.bytes_per_s == 5e10 and not data.parts
+
+
 def test_gpus_with_a_process_each_share_a_node_by_slice():
     at = devices((2, 8), lambda i, j: gpu(8 * i + j, i))
     data, model = links("data=2,model=8", "h100", at)
