@@ -48,13 +48,18 @@ NOTHING = Granted({}, {})
 
 @dataclasses.dataclass(frozen=True)
 class _Wish:
-    """A collective of at most `seconds` that may run from `start_s` to `end_s` of its region."""
+    """A collective of at most `seconds` that may run from `start_s` to `end_s` of its region.
+
+    `of`: what it is of. A value may be gathered as it is, or once it is converted, or where it is
+    read: a plan does one of those that are of the same and end alike.
+    """
 
     end_s: float
     start_s: float
     node: int
     operand: int | None
     seconds: float
+    of: Value | int
 
 
 def granted(
@@ -83,9 +88,9 @@ def granted(
             if value is not None and value in times.early:
                 start_s, end_s = times.ready_s[value], times.due_s[i]
                 seconds = longest_gather_s(i, k, value) if end_s > start_s else 0.0
-                asked.append(_Wish(end_s, start_s, i, k, seconds))
+                asked.append(_Wish(end_s, start_s, i, k, seconds, times.origin[value]))
         start_s = times.begins_s[i] + compute_s[i]
-        asked.append(_Wish(times.read_s(op), start_s, i, None, longest_sum_s(i)))
+        asked.append(_Wish(times.read_s(op), start_s, i, None, longest_sum_s(i), i))
     operands: dict[tuple[int, int], float] = {}
     sums: dict[int, float] = {}
     for asked in wishes.values():
@@ -99,14 +104,18 @@ def granted(
 
 def _dealt(asked: Sequence[_Wish]) -> Iterator[tuple[_Wish, float]]:
     """Yields what a link has time for, in the order of ends."""
+    same: dict[tuple[float, Value | int], list[_Wish]] = {}
+    for wish in asked:
+        if wish.seconds > 0:
+            same.setdefault((wish.end_s, wish.of), []).append(wish)
     free_s = 0.0
-    open_ = (w for w in asked if w.seconds > 0)
-    for wish in sorted(open_, key=lambda w: (w.end_s, w.node, w.operand or 0)):
-        start_s = max(wish.start_s, free_s)
-        seconds = _rounded(min(wish.seconds, wish.end_s - start_s))
+    for wishes in sorted(same.values(), key=lambda some: (some[0].end_s, some[0].node)):
+        start_s = max(free_s, *(w.start_s for w in wishes))
+        cheapest_s = min(w.seconds for w in wishes)
+        seconds = _rounded(min(cheapest_s, wishes[0].end_s - start_s))
         if seconds > 0:
             free_s = start_s + seconds
-            yield wish, seconds
+            yield from ((wish, seconds) for wish in wishes)
 
 
 def hidden_s(seconds, granted_s: float):
@@ -123,6 +132,7 @@ class _Times:
       due_s: [N] when it must run at the latest: all but matmuls wait for their first reader.
       early: the values that are known early.
       ready_s: when they are.
+      origin: of each, the first value of the chain of operations on one array that makes it.
     """
 
     def __init__(self, ops: Sequence[Op], live: Liveness, compute_s: Sequence[float]):
@@ -136,6 +146,7 @@ class _Times:
             self.now_s[region] = self.begins_s[i] + compute_s[i]
         self.early: set[Value] = set()
         self.ready_s: dict[Value, float] = {}
+        self.origin: dict[Value, Value] = {}
         for i, op in enumerate(ops):
             self._mark_early(i, op)
         self.readers: Readers = readers_of(tuple(ops))
@@ -160,6 +171,8 @@ class _Times:
         for value in op.results:
             self.early.add(value)
             self.ready_s[value] = ready_s
+            chained = len(arrays) == 1 and op.kind in (Kind.LEAF, Kind.READ)
+            self.origin[value] = self.origin[arrays[0]] if chained else value
 
     def read_s(self, op: Op) -> float:
         """Returns when the first reader of an operation's results needs them, at the latest."""
