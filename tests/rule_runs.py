@@ -137,7 +137,7 @@ def _together(eqn: JaxprEqn, chosen: Sequence[Strategy], operands) -> tuple[list
     atoms: list[Any] = [v.aval for v in eqn.invars]
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in atoms]
     closed = jax.make_jaxpr(bind(eqn))(*avals)
-    op = Op("0", Kind.LEAF, eqn.primitive.name, (), (), "")
+    op = Op("0", Kind.LEAF, eqn.primitive.name, (), (), "", eqn=eqn)
     runs = [constrained(closed, _emitted(op, strategy), mesh) for strategy in chosen]
 
     def program(copies):
