@@ -141,7 +141,16 @@ def linear(kind: Kind, topology: Topology, axes: Axes) -> Linear:
 
 def overlaps(kind: Kind, topology: Topology, axes: Axes) -> bool:
     """Tells whether the compiler runs a collective beside compute: on all links that it takes."""
-    return all(kind.value in link.overlaps for link in _links(topology, axes))
+    return bool(beside(kind, topology, axes))
+
+
+def beside(kind: Kind, topology: Topology, axes: Axes) -> str:
+    """Returns the kind of the slowest link that a collective takes, if the compiler runs it beside
+    compute on all of them, else ""."""
+    links = _links(topology, axes)
+    if not links or not all(kind.value in link.overlaps for link in links):
+        return ""
+    return min(links, key=lambda link: link.bytes_per_s).kind
 
 
 def scatters(topology: Topology, axes: Axes) -> bool:

@@ -141,8 +141,8 @@ class _Pricing(Sizes):
         self._collective: dict[tuple, np.ndarray] = {}
         self._ties: dict[tuple, np.ndarray] = {}
         self._gapped: dict[int, np.ndarray] = {}
-        self._hideable: dict[tuple, np.ndarray] = {}
-        self._longest: dict[tuple, float] = {}
+        self._hideable: dict[tuple, dict[str, np.ndarray]] = {}
+        self._longest: dict[tuple, dict[str, float]] = {}
         self.granted = self._granted()
 
     def node(self, i: int) -> Node:
@@ -161,12 +161,12 @@ class _Pricing(Sizes):
         """Returns [S] the seconds of an operation in a step; the same object for many alike."""
         op = self.ops[i]
         compute_s, collective_s = self._compute_s(i), self._collective_s(i)
-        move_s, hides_s = self._move_s(i), self.granted.sums.get(i, 0.0)
+        move_s, hides_s = self._move_s(i), self.granted.sums.get(i, ())
         key = (op.trips, id(compute_s), id(collective_s), id(move_s), hides_s)
         if key not in self._nodes:
             costs = op.trips * compute_s + collective_s
-            if hides_s:
-                costs = costs - op.trips * hidden_s(self._hideable_s(i), hides_s)
+            for link, seconds in hides_s:
+                costs = costs - op.trips * hidden_s(self._hideable_s(i)[link], seconds)
             self._nodes[key] = costs if move_s is None else costs + op.trips * move_s
         return self._nodes[key]
 
@@ -179,31 +179,37 @@ class _Pricing(Sizes):
 
     def _granted(self) -> Granted:
         """Returns what collectives may hide behind the least compute of any plan."""
-        if not any(
-            HIDING.intersection(link.overlaps)
-            for axis in self.topology.mesh.names
-            for _, link in self.topology.parts(axis)
-        ):
+        names = self.topology.mesh.names
+        links = [link for axis in names for _, link in self.topology.parts(axis)]
+        if not any(HIDING.intersection(link.overlaps) for link in links):
             return NOTHING
+        pipelined = {link.kind for link in links if link.pipelined}
         least_s = [
             0.0 if self._is_idle(i) else float(self._compute_s(i).min())
             for i in range(len(self.ops))
         ]
 
-        def longest_sum_s(i: int) -> float:
+        def sum_s(i: int) -> dict[str, tuple[float, float]]:
             if not self._reduced_of(i)[2] or self.ops[i] in self.live.summed:
-                return 0.0
-            return float(self._hideable_s(i).max())
+                return {}
+            return {
+                link: (float(found[found > 0].min()), float(found.max()))
+                for link, found in self._hideable_s(i).items()
+            }
 
-        return granted(self.ops, self.live, least_s, self._longest_gather_s, longest_sum_s)
+        return granted(self.ops, self.live, least_s, self._longest_gather_s, sum_s, pipelined)
 
-    def _hideable_s(self, i: int) -> np.ndarray:
-        """Returns [S] the seconds of a trip that partial sums are combined asynchronously."""
+    def _hideable_s(self, i: int) -> dict[str, np.ndarray]:
+        """Returns by kind of link [S] the seconds of a trip that partial sums are combined
+        asynchronously."""
         op, strategies = self.ops[i], self.strategies[i]
         key = (id(strategies), tuple((v.shape, v.itemsize) for v in op.results))
         if key not in self._hideable:
             found = [asynchronous_s(op, strategy, self.topology) for strategy in strategies]
-            self._hideable[key] = np.array(found)
+            links = dict.fromkeys(link for seconds in found for link in seconds)
+            self._hideable[key] = {
+                link: np.array([seconds.get(link, 0.0) for seconds in found]) for link in links
+            }
         return self._hideable[key]
 
     def _moved_itemsize(self, i: int, k: int, value: Value) -> float:
@@ -211,8 +217,9 @@ class _Pricing(Sizes):
         narrow = value.itemsize > 2 and (self.ops[i], k) in self.narrow
         return 2 if narrow else value.itemsize
 
-    def _longest_gather_s(self, i: int, k: int, value: Value) -> float:
-        """Returns the seconds of the longest asynchronous gather that an operand may need."""
+    def _longest_gather_s(self, i: int, k: int, value: Value) -> dict[str, float]:
+        """Returns by kind of link the seconds of the longest asynchronous gather that an operand
+        may need."""
         a, r = self.producer[value]
         itemsize = self._moved_itemsize(i, k, value)
         key = (id(self.strategies[a]), r, id(self.strategies[i]), k, value.shape, itemsize)
@@ -221,7 +228,10 @@ class _Pricing(Sizes):
             place = np.ix_(
                 self.indices(a, "results", r, value), self.indices(i, "operands", k, value)
             )
-            self._longest[key] = float((ways.seconds[place] * ways.overlaps[place]).max())
+            self._longest[key] = {
+                link: float((ways.seconds[place] * found[place]).max())
+                for link, found in ways.beside.items()
+            }
         return self._longest[key]
 
     def _move_s(self, i: int) -> np.ndarray | None:
@@ -364,7 +374,7 @@ class _Pricing(Sizes):
         ends = self.strategies[a], self.strategies[b]
         itemsize, hides_s = (
             self._moved_itemsize(b, k, value),
-            self.granted.operands.get((b, k), 0.0),
+            self.granted.operands.get((b, k), ()),
         )
         key = (id(ends[0]), r, id(ends[1]), k, value.shape, itemsize, trips, donated, hides_s)
         found = self._edges.get(key)
@@ -374,9 +384,10 @@ class _Pricing(Sizes):
             place = np.ix_(have, want)
             ways = table(value.shape, itemsize, self.topology)
             seconds = ways.seconds[place]
-            if hides_s:
-                seconds = seconds - ways.overlaps[place] * hidden_s(seconds, hides_s)
-            costs = seconds * trips
+            beside_s = [
+                ways.beside[link][place] * hidden_s(seconds, granted_s) for link, granted_s in hides_s
+            ]
+            costs = (seconds - sum(beside_s)) * trips
             if donated:
                 costs = costs + (costs > 0) * self._copy_s(b, k, value)
             offsets = self.reads.offset(have), self.reads.offset(want)

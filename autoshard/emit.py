@@ -122,11 +122,12 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
         summed = choices.live.summed.get(op)
         total = summed and choices.sharding_of(summed.carry.results[0], solution)
         trips = reduction_trips(op, strategy, choices.live, total)
-        hides_s = choices.granted.sums.get(i, 0.0)
+        hides_s = dict(choices.granted.sums.get(i, ()))
         for kind, axes, size, seconds in reductions(op, strategy, choices.topology):
-            runs_beside = hides_s and collectives.overlaps(kind, choices.topology, axes)
-            beside_s = float(hidden_s(seconds, hides_s)) if runs_beside else 0.0
-            hides_s -= min(seconds, hides_s) if runs_beside else 0.0
+            link = collectives.beside(kind, choices.topology, axes)
+            left_s = hides_s.get(link, 0.0)
+            beside_s = float(hidden_s(seconds, left_s))
+            hides_s[link] = left_s - min(seconds, left_s)
             found.append(
                 PlannedCollective(
                     kind.value, axes, size, trips, seconds * trips,
@@ -138,14 +139,13 @@ def planned_collectives(choices: Choices, solution: Sequence[int]) -> list[Plann
 
 def _hidden_share(choices: Choices, i: int, k: int, steps: Sequence[Step]) -> float:
     """Returns which part of the seconds of bringing an operand along `steps` is hidden."""
-    value, hides_s = choices.ops[i].operands[k], choices.granted.operands.get((i, k), 0.0)
+    value, hides_s = choices.ops[i].operands[k], dict(choices.granted.operands.get((i, k), ()))
     total_s = sum(step.seconds for step in steps)
     if value is None or not hides_s or not total_s:
         return 0.0
     ways = choices.reshard_table(choices.ops[i], k, value)
-    if not ways.hides(steps[0].before, steps[-1].after):
-        return 0.0
-    return float(hidden_s(total_s, hides_s)) / total_s
+    link = ways.hides(steps[0].before, steps[-1].after)
+    return float(hidden_s(total_s, hides_s.get(link, 0.0))) / total_s
 
 
 def _reshards(

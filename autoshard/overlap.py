@@ -6,14 +6,14 @@ computed elementwise of these) may start as soon as that stands, and must end be
 operation that needs it; so may a combination of partial sums, between the operation that makes them
 and the first that reads the total.
 
-Beside the least compute that any plan has, the link is dealt out once, first to whoever must end
-first. A collective costs what it lasts beyond what it was granted, whatever else a plan does: the
+Beside the least compute that any plan has, each kind of link is dealt out once, first to whoever
+must end first. A collective costs what it lasts beyond what it was granted, whatever else a plan does: the
 grants of a plan fit beside its compute together.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -28,6 +28,7 @@ HIDING = frozenset(("all-gather", "reduce-scatter", "all-reduce"))
 _DIGITS = 2  # of what is granted, so that repeated layers are granted the same
 
 Region = tuple[int, int] | None
+Seconds = tuple[tuple[str, float], ...]  # by kind of link
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +36,13 @@ class Granted:
     """Seconds of a trip that a collective may hide: of an operand brought into another sharding,
     by node and operand number; of partial sums, by node."""
 
-    operands: Mapping[tuple[int, int], float]
-    sums: Mapping[int, float]
+    operands: Mapping[tuple[int, int], Seconds]
+    sums: Mapping[int, Seconds]
 
     def __str__(self) -> str:
-        total_s = sum(self.operands.values()) + sum(self.sums.values())
-        return f"{len(self.operands) + len(self.sums)} collectives may hide {total_s:.3g} s"
+        every = [*self.operands.values(), *self.sums.values()]
+        total_s = sum(seconds for some in every for _, seconds in some)
+        return f"{len(every)} collectives may hide {total_s:.3g} s"
 
 
 NOTHING = Granted({}, {})
@@ -48,7 +50,8 @@ NOTHING = Granted({}, {})
 
 @dataclasses.dataclass(frozen=True)
 class _Wish:
-    """A collective of at most `seconds` that may run from `start_s` to `end_s` of its region.
+    """A collective of at most `seconds` that may run from `start_s` to `end_s` of its region, with a
+    claim to `claim_s`.
 
     `of`: what it is of. A value may be gathered as it is, or once it is converted, or where it is
     read: a plan does one of those that are of the same and end alike.
@@ -59,6 +62,7 @@ class _Wish:
     node: int
     operand: int | None
     seconds: float
+    claim_s: float
     of: Value | int
 
 
@@ -66,8 +70,9 @@ def granted(
     ops: Sequence[Op],
     live: Liveness,
     compute_s: Sequence[float],
-    longest_gather_s: Callable[[int, int, Value], float],
-    longest_sum_s: Callable[[int], float],
+    longest_gather_s: Callable[[int, int, Value], Mapping[str, float]],
+    sum_s: Callable[[int], Mapping[str, tuple[float, float]]],
+    pipelined: Collection[str] = (),
 ) -> Granted:
     """Deals out the compute of each region.
 
@@ -75,47 +80,89 @@ def granted(
       ops: all operations in execution order.
       live: of these.
       compute_s: [N] the least seconds of a trip of each.
-      longest_gather_s: of (node, operand number, value), the longest asynchronous collective there.
-      longest_sum_s: of a node, the longest asynchronous combination of its partial sums.
+      longest_gather_s: of (node, operand number, value), the longest asynchronous collective there,
+        by kind of link.
+      sum_s: of a node, the shortest and the longest asynchronous combination of its partial sums.
+        Some strategies combine what no plan would: only the shortest has a claim, if it can hide.
+      pipelined: the kinds of link on which what a loop stacks may be combined during its next trip.
     """
     times = _Times(ops, live, compute_s)
-    wishes: dict[Region, list[_Wish]] = {}
+    wishes: dict[tuple[str, Region], list[_Wish]] = {}
     for i, op in enumerate(ops):
         if op.kind not in (Kind.LEAF, Kind.READ):
             continue
-        asked = wishes.setdefault(times.regions[i], [])
+        region = times.regions[i]
         for k, value in enumerate(op.operands):
-            if value is not None and value in times.early:
-                start_s, end_s = times.ready_s[value], times.due_s[i]
-                seconds = longest_gather_s(i, k, value) if end_s > start_s else 0.0
-                asked.append(_Wish(end_s, start_s, i, k, seconds, times.origin[value]))
+            if value is None or value not in times.early:
+                continue
+            start_s, end_s = times.ready_s[value], times.due_s[i]
+            if end_s > start_s:
+                for link, seconds in longest_gather_s(i, k, value).items():
+                    wish = _Wish(end_s, start_s, i, k, seconds, seconds, times.origin[value])
+                    wishes.setdefault((link, region), []).append(wish)
         start_s = times.begins_s[i] + compute_s[i]
-        asked.append(_Wish(times.read_s(op), start_s, i, None, longest_sum_s(i), i))
-    operands: dict[tuple[int, int], float] = {}
-    sums: dict[int, float] = {}
-    for asked in wishes.values():
-        for wish, seconds in _dealt(asked):
+        for link, (least_s, seconds) in sum_s(i).items():
+            end_s = times.read_s(op)
+            if link in pipelined and times.is_stacked(op):
+                end_s = times.now_s[region] + start_s
+            claim_s = least_s if least_s <= end_s - start_s else 0.0
+            wish = _Wish(end_s, start_s, i, None, seconds, claim_s, i)
+            wishes.setdefault((link, region), []).append(wish)
+    operands: dict[tuple[int, int], Seconds] = {}
+    sums: dict[int, Seconds] = {}
+    for (link, region), asked in wishes.items():
+        for wish, seconds in _dealt(asked, times.now_s[region]):
             if wish.operand is None:
-                sums[wish.node] = seconds
+                sums[wish.node] = (*sums.get(wish.node, ()), (link, seconds))
             else:
-                operands[wish.node, wish.operand] = seconds
+                place = wish.node, wish.operand
+                operands[place] = (*operands.get(place, ()), (link, seconds))
     return Granted(operands, sums)
 
 
-def _dealt(asked: Sequence[_Wish]) -> Iterator[tuple[_Wish, float]]:
-    """Yields what a link has time for, in the order of ends."""
+def _dealt(asked: Sequence[_Wish], length_s: float) -> Iterator[tuple[_Wish, float]]:
+    """Yields what a link has time for in a region of `length_s`, in the order of ends: first to
+    those that have a claim, then to all in the time that is left between."""
     same: dict[tuple[float, Value | int], list[_Wish]] = {}
     for wish in asked:
         if wish.seconds > 0:
             same.setdefault((wish.end_s, wish.of), []).append(wish)
-    free_s = 0.0
-    for wishes in sorted(same.values(), key=lambda some: (some[0].end_s, some[0].node)):
-        start_s = max(free_s, *(w.start_s for w in wishes))
-        cheapest_s = min(w.seconds for w in wishes)
-        seconds = _rounded(min(cheapest_s, wishes[0].end_s - start_s))
+    order = sorted(same.values(), key=lambda some: (some[0].end_s, some[0].node))
+    starts_s = [max(w.start_s for w in wishes) for wishes in order]
+    ends_s = [wishes[0].end_s for wishes in order]
+    claims_s = [min(w.claim_s for w in wishes) for wishes in order]
+    claims_s = _in_turn(starts_s, ends_s, claims_s, [length_s] * len(order))
+    by_s, left_s, limits_s = math.inf, length_s, ends_s[:]
+    for n in reversed(range(len(order))):  # those after it keep their claims
+        ends_s[n], limits_s[n] = min(ends_s[n], by_s), left_s
+        if claims_s[n]:
+            by_s, left_s = ends_s[n] - claims_s[n], left_s - claims_s[n]
+    most_s = [min(w.seconds for w in wishes) for wishes in order]
+    for wishes, seconds in zip(
+        order, _in_turn(starts_s, ends_s, most_s, limits_s), strict=True
+    ):
         if seconds > 0:
-            free_s = start_s + seconds
             yield from ((wish, seconds) for wish in wishes)
+
+
+def _in_turn(
+    starts_s: Sequence[float],
+    ends_s: Sequence[float],
+    wanted_s: Sequence[float],
+    limits_s: Sequence[float],
+) -> list[float]:
+    """Returns what each of those that use a link one after the other gets of what it wants, with
+    those before it at most its limit."""
+    found, free_s, used_s = [], 0.0, 0.0
+    for start_s, end_s, seconds, limit_s in zip(
+        starts_s, ends_s, wanted_s, limits_s, strict=True
+    ):
+        start_s = max(free_s, start_s)
+        seconds = _rounded(min(seconds, end_s - start_s, limit_s - used_s))
+        found.append(seconds)
+        if seconds > 0:
+            free_s, used_s = start_s + seconds, used_s + seconds
+    return found
 
 
 def hidden_s(seconds, granted_s: float):
@@ -193,6 +240,16 @@ class _Times:
         ends = (Kind.STACK, Kind.CARRY, Kind.INPUT, Kind.OUTPUT)
         found = [r for v in op.results for r, _ in self.readers.get(v, ())]
         return bool(found) and all(r.kind in ends for r in found)
+
+    def is_stacked(self, op: Op) -> bool:
+        """Whether all that is made of an operation's results is what its loop stacks."""
+        found = [r for v in op.results for r, _ in self.readers.get(v, ())]
+        return bool(found) and all(
+            r.kind is Kind.STACK
+            or (r.kind in (Kind.LEAF, Kind.READ) and r.primitive not in MATMULS
+                and self.is_stacked(r))
+            for r in found
+        )  # fmt: skip
 
 
 def _rounded(seconds: float) -> float:

@@ -55,10 +55,10 @@ def reductions(op: Op, strategy: Strategy, topology: Topology):
             yield kind, rest, size, _reduction(kind, rest, size, topology)
 
 
-def asynchronous_s(op: Op, strategy: Strategy, topology: Topology) -> float:
-    """Returns the seconds of those that run beside compute."""
-    return sum(
-        seconds
-        for kind, axes, _, seconds in reductions(op, strategy, topology)
-        if collectives.overlaps(kind, topology, axes)
-    )
+def asynchronous_s(op: Op, strategy: Strategy, topology: Topology) -> dict[str, float]:
+    """Returns by kind of link the seconds of those that run beside compute."""
+    found: dict[str, float] = {}
+    for kind, axes, _, seconds in reductions(op, strategy, topology):
+        if link := collectives.beside(kind, topology, axes):
+            found[link] = found.get(link, 0.0) + seconds
+    return found

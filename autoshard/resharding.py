@@ -16,11 +16,11 @@ Times are whole picoseconds and the number of steps breaks ties: a table is the 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from autoshard.collectives import Kind, linear, overlaps
+from autoshard.collectives import Kind, beside, linear
 from autoshard.errors import MeshError
 from autoshard.sharding import Axes, MeshShape, Sharding, all_shardings
 from autoshard.topology import Topology
@@ -53,7 +53,7 @@ class ReshardTable:
 
     shardings: tuple[Sharding, ...]
     seconds: np.ndarray
-    overlaps: np.ndarray  # [n, n] whether it is a gather that can run beside compute
+    beside: Mapping[str, np.ndarray]  # kind of link: [n, n] whether a gather hides while it uses it
     _moves: "_Moves"
     _direct: np.ndarray  # [n, n] cost of one step
     _best: np.ndarray  # [n, n] cost of the cheapest steps
@@ -75,9 +75,10 @@ class ReshardTable:
             )
         return found
 
-    def hides(self, before: Sharding, after: Sharding) -> bool:
-        """Whether the whole way can run beside compute."""
-        return bool(self.overlaps[self.index(before), self.index(after)])
+    def hides(self, before: Sharding, after: Sharding) -> str:
+        """Returns the kind of link on which the whole way can run beside compute, or ""."""
+        place = self.index(before), self.index(after)
+        return next((link for link, found in self.beside.items() if found[place]), "")
 
     @property
     def step_counts(self) -> np.ndarray:
@@ -132,7 +133,7 @@ def _table(pattern: tuple[int, ...], total_bytes: float, topology: Topology) -> 
     return ReshardTable(
         moves.shardings,
         (best // _STEPS) * _PICOSECOND,
-        _overlaps(pattern, topology),
+        _beside(pattern, topology),
         moves,
         direct,
         best,
@@ -141,17 +142,18 @@ def _table(pattern: tuple[int, ...], total_bytes: float, topology: Topology) -> 
 
 
 @functools.lru_cache(maxsize=1024)
-def _overlaps(pattern: tuple[int, ...], topology: Topology) -> np.ndarray:
-    """Returns [n, n] whether one sharding is gathered from another asynchronously.
+def _beside(pattern: tuple[int, ...], topology: Topology) -> Mapping[str, np.ndarray]:
+    """Returns by kind of link [n, n] whether one sharding is gathered from another beside compute.
 
     A gather goes where a slice comes from.
     """
     moves = _moves(pattern, topology.mesh)
     slices = moves.exists & (moves.kind == _KINDS.index(Kind.SLICE))
-    found = np.zeros(slices.shape, bool)
+    found: dict[str, np.ndarray] = {}
     for n, axes in enumerate(moves.axes):
-        if overlaps(Kind.ALL_GATHER, topology, axes):
-            found |= (slices & (moves.axes_index == n)).T
+        if link := beside(Kind.ALL_GATHER, topology, axes):
+            mine = found.setdefault(link, np.zeros(slices.shape, bool))
+            mine |= (slices & (moves.axes_index == n)).T
     return found
 
 
