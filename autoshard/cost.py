@@ -385,7 +385,8 @@ class _Pricing(Sizes):
             ways = table(value.shape, itemsize, self.topology)
             seconds = ways.seconds[place]
             beside_s = [
-                ways.beside[link][place] * hidden_s(seconds, granted_s) for link, granted_s in hides_s
+                ways.beside[link][place] * hidden_s(seconds, granted_s)
+                for link, granted_s in hides_s
             ]
             costs = (seconds - sum(beside_s)) * trips
             if donated:

@@ -353,7 +353,9 @@ def _torus(
         # a message there and one back.
         inside=Link("ici", ici_bytes_per_s, latency_s=1e-6, start_s=2e-6, overlaps=overlaps),
         # Host to host over the network and PCIe on both sides; tens of us is a round figure.
-        across=Link("dcn", dcn_bytes_per_s, latency_s=20e-6, overlaps=("all-reduce",), pipelined=True),
+        across=Link(
+            "dcn", dcn_bytes_per_s, latency_s=20e-6, overlaps=("all-reduce",), pipelined=True
+        ),
         domain_size=pod,
         torus_dims=dims,
         wrap_multiple=wrap_multiple,

@@ -7,8 +7,8 @@ operation that needs it; so may a combination of partial sums, between the opera
 and the first that reads the total.
 
 Beside the least compute that any plan has, each kind of link is dealt out once, first to whoever
-must end first. A collective costs what it lasts beyond what it was granted, whatever else a plan does: the
-grants of a plan fit beside its compute together.
+must end first. A collective costs what it lasts beyond what it was granted, whatever else a plan
+does: the grants of a plan fit beside its compute together.
 """
 
 import dataclasses
@@ -49,9 +49,9 @@ NOTHING = Granted({}, {})
 
 
 @dataclasses.dataclass(frozen=True)
-class _Wish:
-    """A collective of at most `seconds` that may run from `start_s` to `end_s` of its region, with a
-    claim to `claim_s`.
+class Wish:
+    """A collective of at most `seconds` that may run from `start_s` to `end_s` of its region; it
+    has a claim to `claim_s`.
 
     `of`: what it is of. A value may be gathered as it is, or once it is converted, or where it is
     read: a plan does one of those that are of the same and end alike.
@@ -64,6 +64,10 @@ class _Wish:
     seconds: float
     claim_s: float
     of: Value | int
+
+    def __str__(self) -> str:
+        window = f"{self.start_s:.3g} to {self.end_s:.3g} s"
+        return f"node {self.node}: {self.claim_s:.3g} to {self.seconds:.3g} s from {window}"
 
 
 def granted(
@@ -87,7 +91,7 @@ def granted(
       pipelined: the kinds of link on which what a loop stacks may be combined during its next trip.
     """
     times = _Times(ops, live, compute_s)
-    wishes: dict[tuple[str, Region], list[_Wish]] = {}
+    wishes: dict[tuple[str, Region], list[Wish]] = {}
     for i, op in enumerate(ops):
         if op.kind not in (Kind.LEAF, Kind.READ):
             continue
@@ -98,7 +102,7 @@ def granted(
             start_s, end_s = times.ready_s[value], times.due_s[i]
             if end_s > start_s:
                 for link, seconds in longest_gather_s(i, k, value).items():
-                    wish = _Wish(end_s, start_s, i, k, seconds, seconds, times.origin[value])
+                    wish = Wish(end_s, start_s, i, k, seconds, seconds, times.origin[value])
                     wishes.setdefault((link, region), []).append(wish)
         start_s = times.begins_s[i] + compute_s[i]
         for link, (least_s, seconds) in sum_s(i).items():
@@ -106,12 +110,12 @@ def granted(
             if link in pipelined and times.is_stacked(op):
                 end_s = times.now_s[region] + start_s
             claim_s = least_s if least_s <= end_s - start_s else 0.0
-            wish = _Wish(end_s, start_s, i, None, seconds, claim_s, i)
+            wish = Wish(end_s, start_s, i, None, seconds, claim_s, i)
             wishes.setdefault((link, region), []).append(wish)
     operands: dict[tuple[int, int], Seconds] = {}
     sums: dict[int, Seconds] = {}
     for (link, region), asked in wishes.items():
-        for wish, seconds in _dealt(asked, times.now_s[region]):
+        for wish, seconds in dealt(asked, times.now_s[region]):
             if wish.operand is None:
                 sums[wish.node] = (*sums.get(wish.node, ()), (link, seconds))
             else:
@@ -120,10 +124,10 @@ def granted(
     return Granted(operands, sums)
 
 
-def _dealt(asked: Sequence[_Wish], length_s: float) -> Iterator[tuple[_Wish, float]]:
+def dealt(asked: Sequence[Wish], length_s: float) -> Iterator[tuple[Wish, float]]:
     """Yields what a link has time for in a region of `length_s`, in the order of ends: first to
     those that have a claim, then to all in the time that is left between."""
-    same: dict[tuple[float, Value | int], list[_Wish]] = {}
+    same: dict[tuple[float, Value | int], list[Wish]] = {}
     for wish in asked:
         if wish.seconds > 0:
             same.setdefault((wish.end_s, wish.of), []).append(wish)
@@ -138,9 +142,7 @@ def _dealt(asked: Sequence[_Wish], length_s: float) -> Iterator[tuple[_Wish, flo
         if claims_s[n]:
             by_s, left_s = ends_s[n] - claims_s[n], left_s - claims_s[n]
     most_s = [min(w.seconds for w in wishes) for wishes in order]
-    for wishes, seconds in zip(
-        order, _in_turn(starts_s, ends_s, most_s, limits_s), strict=True
-    ):
+    for wishes, seconds in zip(order, _in_turn(starts_s, ends_s, most_s, limits_s), strict=True):
         if seconds > 0:
             yield from ((wish, seconds) for wish in wishes)
 
@@ -154,9 +156,7 @@ def _in_turn(
     """Returns what each of those that use a link one after the other gets of what it wants, with
     those before it at most its limit."""
     found, free_s, used_s = [], 0.0, 0.0
-    for start_s, end_s, seconds, limit_s in zip(
-        starts_s, ends_s, wanted_s, limits_s, strict=True
-    ):
+    for start_s, end_s, seconds, limit_s in zip(starts_s, ends_s, wanted_s, limits_s, strict=True):
         start_s = max(free_s, start_s)
         seconds = _rounded(min(seconds, end_s - start_s, limit_s - used_s))
         found.append(seconds)

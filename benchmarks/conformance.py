@@ -178,10 +178,10 @@ def perturbed(problem: ShardingProblem) -> ShardingProblem:
     rng = random.Random(0)
 
     def scaled(costs):
-        return costs * [math.exp(rng.uniform(-1.1, 1.1)) for _ in range(len(costs))]
+        return costs * [math.exp(rng.uniform(-1.1, 1.1)) for _ in range(costs.shape[-1])]
 
     nodes = tuple(dataclasses.replace(n, costs_s=scaled(n.costs_s)) for n in problem.nodes)
-    edges = tuple(dataclasses.replace(e, costs_s=scaled(e.costs_s.T).T) for e in problem.edges)
+    edges = tuple(dataclasses.replace(e, costs_s=scaled(e.costs_s)) for e in problem.edges)
     return dataclasses.replace(problem, nodes=nodes, edges=edges)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard import cost
+from autoshard import cost, overlap
 from autoshard.baselines import baselines
 from autoshard.hardware import COLLECTIVES, Chip, Hardware, Link
 from autoshard.overlap import EXPOSED, hidden_s
@@ -92,7 +92,7 @@ def test_a_weight_hides_wherever_it_is_gathered():
     """As it is, converted or where it is read: a plan does one of them, all are granted alike."""
     choices = priced(machine(1e10, ("all-gather",)))
     by_name: dict[str, set[float]] = {}
-    for (i, k), seconds in choices.granted.operands.items():
+    for (i, k), ((_, seconds),) in choices.granted.operands.items():
         value = choices.ops[i].operands[k]
         assert value is not None
         by_name.setdefault(value.name, set()).add(seconds)
@@ -137,3 +137,50 @@ def test_gradients_combined_while_the_rest_is_computed():
 def test_hidden_seconds():
     assert hidden_s(2.0, 1.0) == pytest.approx(1 - EXPOSED)
     assert hidden_s(0.5, 1.0) == pytest.approx(0.5 * (1 - EXPOSED))
+
+
+def test_each_kind_of_link_is_dealt_out_by_itself():
+    """Gradients combined over a slow network leave the fast link to the gathers of weights."""
+
+    def plan(across: tuple[str, ...], pipelined: bool = True) -> autoshard.Plan:
+        chip = Chip("plain", {"float32": 2e13}, 1e12, 1e11)
+        links = {
+            "far": Link("dcn", 6e9, overlaps=across, pipelined=pipelined),
+            "near": Link("custom", 1e11, overlaps=("all-gather",)),
+        }
+        return autoshard.plan(
+            trained, *arguments(), mesh={"far": 2, "near": 4},
+            hardware=Hardware("plain", chip, axis_links=links),
+            in_shardings=((jax.P(None, "near"),) * 2, jax.P(("far", "near"))),
+            out_shardings=(jax.P(None, "near"),) * 2,
+        )  # fmt: skip
+
+    alone, beside = plan(()), plan(("all-reduce",))
+    assert beside.objective_s < alone.objective_s
+    hidden = [_hidden(plan, "all-gather", ("near",)) for plan in (alone, beside)]
+    assert 0 < hidden[0] <= hidden[1] * 1.001
+    sums = [c for c in beside.collectives if c.axes == ("far",) and c.trips == LAYERS]
+    assert {c.kind for c in sums} == {"all-reduce"} and len(sums) == 2
+    compute_s = beside.objective_s - sum(c.seconds - c.hidden_s for c in beside.collectives)
+    assert 0 < sum(c.hidden_s for c in sums) < compute_s
+    in_its_trip = plan(("all-reduce",), pipelined=False)  # the last gradient of a trip cannot hide
+    assert beside.objective_s < in_its_trip.objective_s < alone.objective_s
+
+
+@pytest.mark.parametrize(("claim_s", "expected"), [(0.0, [10.0, 2.0]), (4.0, [8.0, 4.0])])
+def test_what_no_plan_would_combine_leaves_time_to_those_with_a_claim(claim_s, expected):
+    endless = overlap.Wish(
+        end_s=10.0, start_s=0.0, node=0, operand=None, seconds=1e3, claim_s=0.0, of=0
+    )
+    gradient = overlap.Wish(
+        end_s=12.0, start_s=2.0, node=1, operand=None, seconds=5.0, claim_s=claim_s, of=1
+    )
+    assert [seconds for _, seconds in overlap.dealt([endless, gradient], 12.0)] == expected
+
+
+def _hidden(plan: autoshard.Plan, kind: str, axes: tuple[str, ...]) -> float:
+    return sum(c.hidden_s for c in plan.collectives if c.kind == kind and c.axes == axes)
+
+
+def trained(weights, x):
+    return jax.grad(lambda weights: jnp.sum(scanned(weights, x) ** 2))(weights)
