@@ -107,7 +107,7 @@ def granted(
         start_s = times.begins_s[i] + compute_s[i]
         for link, (least_s, seconds) in sum_s(i).items():
             end_s = times.read_s(op)
-            if link in pipelined and times.is_stacked(op):
+            if region and link in pipelined and times.is_stacked(op):
                 end_s = times.now_s[region] + start_s
             claim_s = least_s if least_s <= end_s - start_s else 0.0
             wish = Wish(end_s, start_s, i, None, seconds, claim_s, i)
@@ -243,13 +243,17 @@ class _Times:
 
     def is_stacked(self, op: Op) -> bool:
         """Whether all that is made of an operation's results is what its loop stacks."""
-        found = [r for v in op.results for r, _ in self.readers.get(v, ())]
-        return bool(found) and all(
-            r.kind is Kind.STACK
-            or (r.kind in (Kind.LEAF, Kind.READ) and r.primitive not in MATMULS
-                and self.is_stacked(r))
-            for r in found
-        )  # fmt: skip
+        todo, seen, stacked = [op], {op}, False
+        while todo:
+            for reader in {r for v in todo.pop().results for r, _ in self.readers.get(v, ())}:
+                if reader.kind is Kind.STACK:
+                    stacked = True
+                elif reader.kind not in (Kind.LEAF, Kind.READ) or reader.primitive in MATMULS:
+                    return False
+                elif reader not in seen:
+                    seen.add(reader)
+                    todo.append(reader)
+        return stacked
 
 
 def _rounded(seconds: float) -> float:
