@@ -87,8 +87,8 @@ def over_xla(rows: Rows) -> float | None:
 
 def _summary(name: str, group: Rows, ratio: tuple[float, float] | None, xla: float | None) -> str:
     by_hand = [r for r in group if _by_hand(r)]
-    meshes = len({r["mesh"] for r in by_hand})
-    cells = [name, str(len(by_hand)), str(meshes)]
+    answered = [r for r in by_hand if not r["compiled"]["refused"].startswith("not compiled")]
+    cells = [name, str(len(answered)), str(len({r["mesh"] for r in answered}))]
     if ratio is None:
         cells += ["none of them compiled or fits" if by_hand else "none tried", "", "", ""]
     else:
