@@ -195,6 +195,7 @@ class _Pricing(Sizes):
             return {
                 link: (float(found[found > 0].min()), float(found.max()))
                 for link, found in self._hideable_s(i).items()
+                if found.any()  # arrays without items take no time
             }
 
         return granted(self.ops, self.live, least_s, self._longest_gather_s, sum_s, pipelined)

@@ -167,9 +167,9 @@ class Link:
     wrap: bool = False
     overlaps: tuple[str, ...] = COLLECTIVES  # those that the compiler runs beside compute
     switched: bool | None = None  # None: by kind
-    pipelined: bool = False  # what a loop stacks is combined while its next trip computes
     start_s: float = 0.0  # per collective
     parts: tuple[tuple[int, "Link"], ...] = ()
+    pipelined: bool = False  # what a loop stacks is combined while its next trip computes
 
     def __post_init__(self):
         if self.kind not in LINK_KINDS:

@@ -136,7 +136,7 @@ def dealt(asked: Sequence[Wish], length_s: float) -> Iterator[tuple[Wish, float]
     ends_s = [wishes[0].end_s for wishes in order]
     claims_s = [min(w.claim_s for w in wishes) for wishes in order]
     claims_s = _in_turn(starts_s, ends_s, claims_s, [length_s] * len(order))
-    by_s, left_s, limits_s = math.inf, length_s, ends_s[:]
+    by_s, left_s, limits_s = math.inf, length_s, [length_s] * len(order)
     for n in reversed(range(len(order))):  # those after it keep their claims
         ends_s[n], limits_s[n] = min(ends_s[n], by_s), left_s
         if claims_s[n]:
