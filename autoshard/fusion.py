@@ -151,6 +151,7 @@ class _Analysis:
         self.order = {op: t for t, op in enumerate(ops)}
         self.wanted, self.last = _wanted(ops)
         self.inside: set[Value] = set()  # between a matmul and where its readers run together
+        self.back: set[Value] = set()  # where what a reshape parted is whole again
         self.origin: dict[Value, Value] = {}  # of a pending value: the matmul's result
         self.stored: set[Value] = set()
         self.written: set[Value] = set()
@@ -209,7 +210,8 @@ class _Analysis:
         self.written.add(value)
 
     def _leaf(self, op: Op, value: Value) -> None:
-        if op.primitive in _KERNELS or (op.primitive in _MOVES and _moves_elements(op)):
+        moves = op.primitive in _MOVES and value not in self.back and _moves_elements(op)
+        if op.primitive in _KERNELS or (moves and not self._returns(op, value)):
             self._write(value)
             return
         operands = [v for v in op.operands if v is not None]
@@ -241,6 +243,32 @@ class _Analysis:
             self._compute(op, value, operands)
         if value in self.last and value not in self.stored:
             self.ended.add(value)
+
+    def _returns(self, op: Op, value: Value) -> bool:
+        """Whether all that is computed from a reshape is reduced, or reshaped back.
+
+        XLA then computes it in the shape before, as in a group norm.
+        """
+        if op.primitive != "reshape" or op.operands[0] is None:
+            return False
+        ahead, region, back = [value], {value}, set()
+        while ahead and len(region) <= MAX_WORK:
+            for reader in final_readers(ahead.pop(), self.readers):
+                if reader.primitive in REDUCTIONS:
+                    continue
+                (result, *more) = reader.results
+                if reader.primitive == "reshape" and result.shape == op.operands[0].shape:
+                    back.add(result)
+                elif more or result.shape != value.shape or not _joins(reader):
+                    return False
+                elif reader.kind is not Kind.LEAF or reader.primitive in _MOVES:
+                    return False
+                elif result not in region:
+                    region.add(result)
+                    ahead.append(result)
+        if not ahead:
+            self.back |= back
+        return not ahead
 
     def _compute(self, op: Op, value: Value, operands: list[Value]) -> None:
         """Leaves a value to its readers to compute, unless several would do so at a high cost."""

@@ -135,3 +135,21 @@ def test_a_mask_has_no_buffer_but_what_it_masks_has():
     assert ge.results[0] in found.free
     kept = [op for op in ops if op.kind is Kind.LEAF and op.results[0] in found.written]
     assert [op.primitive for op in kept] == ["select_n", "reduce_max"]
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_group_norm_is_computed_in_the_shape_around_it(returns):
+    """The groups that a matmul reads as they are have a buffer of their own."""
+
+    def fn(x, w, v):
+        y = (x @ w).astype(F32).reshape(8, 4, 8)
+        y = y - y.mean(-1, keepdims=True)
+        return y.reshape(8, 32).sum(0) if returns else y @ v
+
+    half = {"dtype": "bfloat16"}
+    ops, found = analyse(fn, array(8, 16, **half), array(16, 32, **half), array(8, 5))
+    kept = [v for op in ops for v in op.results if op.kind is Kind.LEAF and v in found.written]
+    large = [(v.dtype, v.shape) for v in kept if v.size_bytes >= 512]
+    groups = [("bfloat16", (8, 32))] if returns else [("float32", (8, 4, 8))]
+    assert [form for form in large if form in groups] == groups
+    assert (("float32", (8, 4, 8)) in large) == (not returns)
