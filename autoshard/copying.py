@@ -89,7 +89,7 @@ class Copying:
             f"{self._values[r].name}, resharded" if short else self._copy_label(r)
             for r, short in zip(moved.tolist(), temporary.tolist(), strict=True)
         ]
-        return moved, Buffers(starts, self._end[moved], size * scale, temporary, labels)
+        return moved, Buffers(starts, self._end[moved], size * scale, temporary, temporary, labels)
 
     def _is_early(self, moved: np.ndarray, have: np.ndarray, want: np.ndarray) -> np.ndarray:
         """Returns [B] whether a copy is made as early as a collective can run beside compute."""

@@ -10,6 +10,7 @@ from autoshard.vmem import Buffers
 
 # What vector memory may hold.
 TEMPORARY = frozenset((Kind.LEAF, Kind.SLICE, Kind.ENTER, Kind.READ))
+OUTSIDE = frozenset((Kind.INPUT, Kind.OUTPUT, Kind.CONST))  # of the heap
 
 
 class Held:
@@ -18,11 +19,13 @@ class Held:
     def __init__(self, ops: Sequence[Op], problem: ShardingProblem):
         usages, self.spans = problem.usages, problem.spans
         self.temporary = np.array([ops[u.node].kind in TEMPORARY for u in usages], bool)
+        self.heap = np.array([ops[u.node].kind not in OUTSIDE for u in usages], bool)
         self.labels = [u.label for u in usages]
 
     def buffers(self, solution: Sequence[int]) -> Buffers:
         sizes = self.spans.taken(solution)
-        return Buffers(self.spans.starts, self.spans.ends, sizes, self.temporary, self.labels)
+        spans = self.spans
+        return Buffers(spans.starts, spans.ends, sizes, self.temporary, self.heap, self.labels)
 
     def __str__(self) -> str:
         return f"{len(self.labels)} usages"

@@ -6,6 +6,7 @@ until the last kernel that reads it, directly or to compute something that is no
 """
 
 import dataclasses
+import functools
 
 from autoshard.fusion import (
     ALIASES,
@@ -65,6 +66,11 @@ class Liveness:
     spans: dict[Op, tuple[int, int]]  # first and last time of its loop
     end: int  # number of times
     summed: dict[Op, Total]  # what a loop adds its results up to
+
+    @functools.cached_property
+    def loops(self) -> tuple[tuple[int, int], ...]:
+        """The first and last time of each loop."""
+        return tuple(sorted(set(self.spans.values())))
 
     def reduction_trips(self, op: Op) -> int:
         """Returns how often the partial sums of an operation are combined in a step, at the least.

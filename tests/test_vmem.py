@@ -8,14 +8,14 @@ from autoshard.hardware import preset
 from autoshard.liveness import liveness
 from autoshard.moves import copied, narrowed
 from autoshard.trace import trace
-from autoshard.vmem import Buffer, Buffers
+from autoshard.vmem import GAP_LABEL, LOOP_GAP, Buffer, Buffers
 from autoshard.vmem import fullest as fullest_of
 
 MIB = 2.0**20
 
 
-def fullest(buffers, times, vector_memory_bytes):
-    return fullest_of(Buffers.of(buffers), times, vector_memory_bytes)
+def fullest(buffers, times, vector_memory_bytes, loops=()):
+    return fullest_of(Buffers.of(buffers), times, vector_memory_bytes, loops)
 
 
 def small(start, end, mib, temporary=True):
@@ -36,9 +36,9 @@ def test_large_temporaries_and_those_beyond_the_room_do():
 
 def test_the_fullest_time_is_that_of_hbm():
     """More is alive at time 0, but all of it in vector memory."""
-    size, alive = fullest([small(0, 1, 12), small(0, 1, 12), small(1, 2, 20)], 2, 112 * MIB)
-    assert size == 20 * MIB
-    assert alive == [("1 to 2", 20 * MIB)]
+    size, alive = fullest([small(0, 1, 12), small(0, 1, 12), small(1, 2, 30)], 2, 112 * MIB)
+    assert size == 30 * MIB
+    assert alive == [("1 to 2", 30 * MIB)]
     buffers = [small(0, 1, 50, False), small(1, 2, 12), small(1, 2, 12), small(2, 3, 45, False)]
     assert fullest(buffers, 3, 112 * MIB)[0] == 50 * MIB
     assert fullest([small(0, 1, 5, False), *buffers[1:]], 3, 112 * MIB)[0] == 45 * MIB
@@ -50,6 +50,23 @@ def test_vector_memory_never_adds():
     by_hand = max(sum(b.size_bytes for b in buffers if b.start <= t < b.end) for t in range(24))
     assert sizes[0] == by_hand
     assert all(s <= sizes[0] for s in sizes)
+
+
+def test_what_lives_through_a_loop_keeps_a_gap_free():
+    """Between the loops [2, 4) and [6, 8) lies the rest that is alive at time 5."""
+    state = Buffer(0, 10, 1000 * MIB, "state", False, heap=False)
+    stack, rest = small(2, 8, 400, False), small(5, 6, 100)
+    loops = ((2, 4), (6, 8))
+    size, alive = fullest([state, stack, rest], 10, 16 * MIB, loops)
+    assert size == (1500 + LOOP_GAP * 100) * MIB
+    assert alive[-1] == (GAP_LABEL, LOOP_GAP * 100 * MIB)
+    large = small(5, 6, 800)
+    assert fullest([state, stack, large], 10, 16 * MIB, loops)[0] == (2200 + LOOP_GAP * 400) * MIB
+    for apart in ((), ((2, 9), (1, 3)), ((8, 9),)):  # none, or none that the stack lives through
+        assert fullest([state, stack, rest], 10, 16 * MIB, apart)[0] == 1500 * MIB
+    assert fullest([state, stack, rest], 10, 0, loops)[0] == 1500 * MIB  # no TPU
+    held = Buffer(2, 8, 400 * MIB, "state", False, heap=False)
+    assert fullest([held, rest], 10, 16 * MIB, loops)[0] == 500 * MIB  # an argument is not moved
 
 
 def serve(cache, x):
