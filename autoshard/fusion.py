@@ -32,6 +32,8 @@ HEAVY = frozenset(
     rng_bit_generator custom_call ffi_call pallas_call shard_map pure_callback io_callback
     concatenate""".split()
 )
+# Of these, those that write into their first operand.
+IN_PLACE = frozenset(p for p in HEAVY if p.startswith("scatter") or p == "dynamic_update_slice")
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce argmax argmin".split()
 )

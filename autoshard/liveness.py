@@ -11,6 +11,7 @@ import functools
 from autoshard.fusion import (
     ALIASES,
     HEAVY,
+    IN_PLACE,
     MATMULS,
     RECASTS,
     REDUCTIONS,
@@ -23,6 +24,7 @@ from autoshard.fusion import (
 from autoshard.graph import Graph, Kind, Op, Value
 
 ADDING = MATMULS | REDUCTIONS
+UNFUSED = (MATMULS | HEAVY) - IN_PLACE  # writes over none of its operands
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,12 +160,13 @@ class _Lives:
         """Returns the values whose buffer the last reader writes its result into.
 
         An elementwise kernel, a matmul's with its readers too, may write over an operand of the
-        result's form that nobody needs after it.
+        result's form that nobody needs after it; an update, over what it updates.
         """
         found: set[Value] = set()
         for op, kernel in self.fusion.kernels.items():
-            if op.kind is not Kind.LEAF or op.primitive in MATMULS | HEAVY:
+            if op.kind is not Kind.LEAF or op.primitive in UNFUSED:
                 continue
+            updates = op.primitive in IN_PLACE
             for result in op.results:
                 if result not in self.fusion.written:
                     continue
@@ -171,6 +174,8 @@ class _Lives:
                 for root in kernel.roots:
                     value = root.value
                     like = (value.shape, value.itemsize) == form and value not in found
+                    if updates and root.operand:
+                        continue
                     if like and value in self.fusion.written and self.ends[value] == now:
                         found.add(value)
                         break

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from autoshard.fusion import Fusion, is_matmul
+from autoshard.fusion import IN_PLACE, Fusion, is_matmul
 from autoshard.graph import Kind, Op
 from autoshard.hardware import Chip
 
@@ -27,7 +27,6 @@ WINDOWED = {
     "scatter_min": (1, 2, 2),
     "scatter_max": (1, 2, 2),
 }
-IN_PLACE = frozenset(name for name in WINDOWED if name.startswith("scatter") or "update" in name)
 
 
 def flops(op: Op) -> float:

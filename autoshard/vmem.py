@@ -13,9 +13,9 @@ import numpy as np
 from autoshard.hardware import Chip
 
 # Shares of the vector memory. Fitted on 75 compiled plans of 13 models: at the time when HBM is
-# fullest, a quarter of it holds temporaries that have no copy in HBM (the rest prefetches and
+# fullest, a fifth of it holds temporaries that have no copy in HBM (the rest prefetches and
 # stages transfers).
-HELD = 0.25
+HELD = 0.2
 LARGEST = 0.25  # of one of them
 
 # In compiled scans and their gradients, `memory_analysis` counts C + T + min(C, T) bytes of heap,
@@ -92,26 +92,28 @@ def fullest(
     """
     starts, ends, sizes = buffers.starts, buffers.ends, buffers.sizes
     used = _alive_bytes(buffers, np.ones(len(sizes), bool), times)
-    gap = np.zeros(times)
+    kept, rest = np.zeros(times), np.zeros(times)
     if vector_memory_bytes and len(loops):
         through = buffers.heap & _through(starts, ends, loops)
         kept = _alive_bytes(buffers, through, times)
-        gap = LOOP_GAP * np.minimum(kept, _alive_bytes(buffers, buffers.heap & ~through, times))
-        used = used + gap
+        rest = _alive_bytes(buffers, buffers.heap & ~through, times)
     fitting = buffers.temporary & (sizes <= LARGEST * vector_memory_bytes)
     order = np.lexsort((sizes[fitting], (ends - starts)[fitting]))
     first, last, size = (a[fitting][order] for a in (starts, ends, sizes))
     room = HELD * vector_memory_bytes
-    best, at = 0.0, 0
-    for t in np.argsort(-used, kind="stable"):
-        if used[t] - room <= best and at:
+    most = used + LOOP_GAP * np.minimum(kept, rest)
+    best, gap, at = 0.0, 0.0, 0
+    for t in np.argsort(-most, kind="stable"):
+        if most[t] - (1 + LOOP_GAP) * room <= best and at:
             break
-        left = float(used[t]) - _held(size[(first <= t) & (t < last)], room)
+        held = _held(size[(first <= t) & (t < last)], room)
+        beside = LOOP_GAP * max(min(float(kept[t]), float(rest[t]) - held), 0.0)
+        left = float(used[t]) - held + beside
         if left > best:
-            best, at = left, int(t)
+            best, gap, at = left, beside, int(t)
     alive = buffers.alive(at)
-    if times and gap[at]:
-        alive = sorted([*alive, (GAP_LABEL, float(gap[at]))], key=lambda item: -item[1])
+    if gap:
+        alive = sorted([*alive, (GAP_LABEL, gap)], key=lambda item: -item[1])
     return best, alive
 
 

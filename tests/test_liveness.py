@@ -138,3 +138,18 @@ def test_the_ends_of_a_whole_model_are_those_that_its_readers_give(scan):
         return max([found.runs[op] + (op.kind not in ALIASES), *map(end, fused)])
 
     assert found.ends == {v: end(v) for op in ops for v in op.results}
+
+
+@pytest.mark.parametrize("is_read_later", [False, True])
+def test_an_update_is_written_over_what_it_updates(is_read_later):
+    def fn(x, w, row):
+        y = jnp.sort(x, 0)
+        z = jax.lax.dynamic_update_slice_in_dim(y, row, 3, 0)
+        return z @ w, jnp.cos(y) if is_read_later else row
+
+    found = live(fn, array(64, 128), array(128, 8), array(1, 128)).ranges
+    borders = (Kind.INPUT, Kind.OUTPUT)
+    alike = [r for r in found if r.value.shape == (64, 128) and r.op.kind not in borders]
+    (after,) = [r for r in alike if r.op.primitive == "dynamic_update_slice"]
+    end = max(r.end for r in alike if r is not after)
+    assert (end <= after.start) == (not is_read_later)

@@ -31,15 +31,15 @@ def test_small_temporaries_take_no_hbm():
 def test_large_temporaries_and_those_beyond_the_room_do():
     assert fullest([small(0, 1, 64)], 2, 112 * MIB)[0] == 64 * MIB
     many = [small(0, 1, 10) for _ in range(5)]
-    assert fullest(many, 2, 112 * MIB)[0] == (50 - 20) * MIB  # two fit in a quarter of 112 MiB
+    assert fullest(many, 2, 112 * MIB)[0] == (50 - 20) * MIB  # two fit in a fifth of 112 MiB
 
 
 def test_the_fullest_time_is_that_of_hbm():
     """More is alive at time 0, but all of it in vector memory."""
-    size, alive = fullest([small(0, 1, 12), small(0, 1, 12), small(1, 2, 30)], 2, 112 * MIB)
+    size, alive = fullest([small(0, 1, 10), small(0, 1, 10), small(1, 2, 30)], 2, 112 * MIB)
     assert size == 30 * MIB
     assert alive == [("1 to 2", 30 * MIB)]
-    buffers = [small(0, 1, 50, False), small(1, 2, 12), small(1, 2, 12), small(2, 3, 45, False)]
+    buffers = [small(0, 1, 50, False), small(1, 2, 10), small(1, 2, 10), small(2, 3, 45, False)]
     assert fullest(buffers, 3, 112 * MIB)[0] == 50 * MIB
     assert fullest([small(0, 1, 5, False), *buffers[1:]], 3, 112 * MIB)[0] == 45 * MIB
 
@@ -65,6 +65,9 @@ def test_what_lives_through_a_loop_keeps_a_gap_free():
     for apart in ((), ((2, 9), (1, 3)), ((8, 9),)):  # none, or none that the stack lives through
         assert fullest([state, stack, rest], 10, 16 * MIB, apart)[0] == 1500 * MIB
     assert fullest([state, stack, rest], 10, 0, loops)[0] == 1500 * MIB  # no TPU
+    # What vector memory holds leaves no gap.
+    few = small(5, 6, 10)
+    assert fullest([state, stack, few], 10, 100 * MIB, loops)[0] == 1400 * MIB
     held = Buffer(2, 8, 400 * MIB, "state", False, heap=False)
     assert fullest([held, rest], 10, 16 * MIB, loops)[0] == 500 * MIB  # an argument is not moved
 
