@@ -72,7 +72,7 @@ def memory(rows: Sequence[Row]) -> str:
         "# Predicted peak memory against the TPU compiler's",
         "",
         "Per device; compiled is arguments, outputs and temporaries of `memory_analysis()`, which",
-        "counts gaps in the heap twice and so more than is allocated. A plan that the compiler",
+        "counts the gaps in the heap, those beside loops too. A plan that the compiler",
         "refuses for its memory counts as a miss. The constants were fitted on these plans.",
         "",
         "| | plans | compiled | within 10 % | within 20 % | too low by more than 10 % |",
