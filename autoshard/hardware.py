@@ -84,7 +84,8 @@ class Chip:
 
         The compiler orders the dims so that the padding is least, `majors` before all others, or so
         that it is least for a block of shape `like`, of which this one is gathered; a second minor
-        dim smaller than the tile shrinks the tile to the next power of two.
+        dim smaller than the tile shrinks the tile to the next power of two. With all dims but the
+        last in `majors`, that one is the minor one, however small.
         """
         size = math.prod(shape) * itemsize
         if not size or not self.sublane_bytes:
@@ -102,6 +103,9 @@ class Chip:
         """Returns the least padding, and the minor and second minor dims that it takes: the last
         ones, as JAX has it, if others are no better."""
         dims = [d for d, n in enumerate(shape) if n > 1 and d not in majors]
+        if majors == tuple(range(len(shape) - 1)):
+            d, e = len(shape) - 1, len(shape) - 2
+            return self._padded_by(shape, itemsize, d, e), d, e
         if len(dims) < 2:
             dims = range(len(shape))
         last = [*reversed(dims)]
