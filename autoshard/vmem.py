@@ -20,8 +20,8 @@ LARGEST = 0.25  # of one of them
 
 # In compiled scans and their gradients, `memory_analysis` counts C + T + min(C, T) bytes of heap,
 # where C lives through a loop (the stacks for its backward pass, the sums of gradients) and T is
-# what else is alive, in the loop or between two (libtpu 0.0.42, v5e, v5p and v6e). In whole models C
-# is not as sharp; fitted on the same plans.
+# what else is alive, in the loop or between two (libtpu 0.0.42; v5e, v5p and v6e). In whole models
+# C is not as sharp; fitted on the same plans.
 LOOP_GAP = 0.75  # of the lesser of the two
 GAP_LABEL = "gap in the heap beside what lives through a loop"
 
