@@ -71,7 +71,7 @@ class Choices:
 
 # XLA packs its temporaries into one heap, a little larger than what is alive in it at once. Fitted
 # on 75 plans packed as `compiling` asks for; `vmem` adds what loops leave free.
-GAPS = 1.03
+GAPS = 1.05
 
 
 def build(
